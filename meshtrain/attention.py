@@ -1,0 +1,54 @@
+"""Attention: picks the kernel, and makes the ones that the compiler cannot partition fit a mesh.
+
+cuDNN's fused kernel asserts in the compiler under a partly automatic mesh, so `model` is made manual around it: heads
+are independent, and each device attends with its own.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.mesh import MODEL
+
+Kernel = Literal["auto", "xla", "cudnn"]
+MAX_CUDNN_HEAD_DIM = 128
+
+
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, kernel: Kernel = "auto"
+) -> jax.Array:
+    """Scaled dot-product attention.
+
+    Args:
+        q: [batch, seq, heads, head_dim]; k and v: [batch, seq, kv_heads, head_dim], kv_heads a divisor of heads.
+        causal: a position sees itself and those before it.
+        kernel: "auto" takes cuDNN's on GPUs where it applies (16-bit types, head_dim <= 128), else XLA's.
+
+    Returns:
+        [batch, seq, heads, head_dim]
+    """
+    if kernel == "auto":
+        kernel = "cudnn" if _cudnn_applies(q) else "xla"
+    attend = partial(jax.nn.dot_product_attention, is_causal=causal, implementation=kernel)
+    mesh = jax.sharding.get_abstract_mesh()
+    if kernel == "xla" or mesh.empty or MODEL not in mesh.axis_names:
+        return attend(q, k, v)
+    heads = P(None, None, MODEL, None)
+    over_heads = jax.shard_map(
+        attend, in_specs=(heads, heads, heads), out_specs=heads, axis_names={MODEL}, check_vma=False
+    )
+    return over_heads(q, k, v)
+
+
+def _cudnn_applies(q: jax.Array) -> bool:
+    """Whether the program being traced is for GPUs, and the kernel takes these operands."""
+    return _platform() == "gpu" and q.dtype.itemsize == 2 and q.shape[-1] <= MAX_CUDNN_HEAD_DIM
+
+
+def _platform() -> str:
+    """The platform of the mesh in use, whose devices may not be here; without a mesh, jax's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = str(jax.default_backend() if device is None else device.platform)
+    return "gpu" if platform in ("cuda", "rocm") else platform

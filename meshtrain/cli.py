@@ -1,0 +1,147 @@
+"""The command line: wiring only.
+
+Exit codes: 0 done; 1 a check failed; 2 the user's mistake, in one line on standard error; 75 (EX_TEMPFAIL) stopped by
+SIGTERM with a checkpoint saved, run the same command again; 130 the same by Ctrl-C.
+"""
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+import meshtrain
+from meshtrain.config import Config, dump, fields, load
+from meshtrain.errors import UserError
+from meshtrain.trainer import Result, build, train
+
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    args = _parser().parse_args(argv)
+    sys.path.insert(0, os.getcwd())  # a model of the user's own, named by model.target, lies beside the config
+    try:
+        return int(args.run(args))
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshtrain", description="Tensor parallelism and ZeRO for any Flax model, on a named device mesh."
+    )
+    parser.add_argument("--version", action="version", version=f"meshtrain {meshtrain.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("train", _train, "train a model, resuming from the run's newest checkpoint"),
+        ("layout", _layout, "show where each parameter lies, without training"),
+    ):
+        command = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".",
+            epilog=f"example: meshtrain {name} examples/gpt_tiny.yaml mesh.model=2 zero.stage=2 devices=8",
+        )  # fmt: skip
+        command.add_argument("config", metavar="CONFIG", help="a YAML file, or - for the defaults")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="for instance train.steps=100")
+        command.set_defaults(run=run)
+    command = commands.add_parser("config", help="show every field with its default, or a resolved config")
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="resolve this file instead")
+    command.add_argument("overrides", nargs="*", metavar="key=value")
+    command.set_defaults(run=_config)
+    return parser
+
+
+def _load(args: argparse.Namespace) -> Config:
+    if "=" in args.config:
+        raise UserError(f"'{args.config}' is an override, and comes after the config: CONFIG {args.config}")
+    return load(None if args.config == "-" else args.config, args.overrides)
+
+
+def _train(args: argparse.Namespace) -> int:
+    config = _load(args)
+    result = train(config)
+    if config.log.progress != "none":
+        Console().print(_summary(config, args.config, result))
+    if result.outcome != "stopped":
+        return 0
+    return EXIT_STOPPED if result.signum == signal.SIGTERM else 128 + result.signum
+
+
+def _layout(args: argparse.Namespace) -> int:
+    job = build(_load(args))
+    Console().print(job.engine.layout.table())
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    console = Console()
+    if args.config is not None:
+        console.print(dump(_load(args)), end="", markup=False, highlight=False, soft_wrap=True)
+        return 0
+    table = Table(box=box.SIMPLE_HEAD, caption="set in the YAML file, or as key=value after it", caption_justify="left")
+    for name in ("key", "default", "what it is"):
+        table.add_column(name, overflow="fold")
+    for key, kind, default, text in fields():
+        table.add_row(key, _yaml(default), f"{text} [dim]{kind.replace('[', chr(92) + '[')}[/dim]")
+    console.print(table)
+    return 0
+
+
+def _yaml(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false", "": '""'}
+    return words[value] if value is None or isinstance(value, bool) or value == "" else str(value)
+
+
+def _summary(config: Config, config_path: str, result: Result) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for label, text in _summary_rows(config, config_path, result):
+        table.add_row(label, text)
+    titles = {
+        "complete": f"run complete: {result.step:,} updates",
+        "already complete": f"this run is complete already: {result.step:,} updates",
+        "stopped": f"stopped at update {result.step:,} of {config.train.steps:,}; the state is saved",
+    }
+    return Panel(table, title=titles[result.outcome], title_align="left", expand=False, padding=(1, 2))
+
+
+def _summary_rows(config: Config, config_path: str, result: Result) -> list[tuple[str, str]]:
+    rows = []
+    unigram = f"unigram entropy of the text {result.unigram:.4f}"
+    if not math.isnan(result.val_loss):
+        rows.append(("validation loss", f"{result.val_loss:.4f} nats per token   ({unigram})"))
+    if result.bits_per_byte is not None:
+        per_byte = result.unigram / math.log(2)
+        rows.append(("bits per byte", f"{result.bits_per_byte:.4f}   (unigram {per_byte:.4f})"))
+    if not math.isnan(result.train_loss):
+        rows.append(("training loss", f"{result.train_loss:.4f}, mean of the last {config.train.log_every} updates"))
+    if not math.isnan(result.tokens_per_s):
+        rows.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s"))
+    rows.append(("where", f"{result.path}/ (config.yaml, metrics.jsonl, checkpoints/{result.step})"))
+    command = f"meshtrain train {config_path}"
+    if result.outcome == "stopped":
+        rows.append(("go on", "run the same command again: it resumes here"))
+    else:
+        rows.append(("extend it", f"{command} train.steps={2 * config.train.steps}"))
+        rows.append(("try next", f"{command} run.name=tp devices=8 mesh.model=2 zero.stage=3"))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Errors that are the user's to fix: one line that says what, where, and what to do.
+
+The command line prints these without a traceback; anything else that escapes is a bug in meshtrain.
+"""
+
+
+class UserError(ValueError):
+    """Base of every error that a user can cause and cure. The message is complete: what, where, what to do."""
+
+
+class ConfigError(UserError):
+    """A config file, a `key=value` override or an argument is wrong."""
+
+
+class MeshError(UserError):
+    """The devices cannot be arranged as asked."""
+
+
+class RuleError(UserError):
+    """A PartitionSpec rule does not fit the mesh or the parameters."""
+
+
+class ModelError(UserError):
+    """A model cannot be built, or does not have what meshtrain needs of it."""
+
+
+class DataError(UserError):
+    """A data source is missing, empty, too short or holds what the model cannot take."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete, or does not fit the run."""

@@ -1,0 +1,107 @@
+"""The device mesh: the only place that makes one.
+
+    mesh = make_mesh(data=-1, model=2)  # 8 devices: a 4x2 mesh
+
+Two kinds of axes, told apart by how they are used, not by how many there are:
+
+* `model` is left to the compiler: rules place parameters over it, XLA partitions the rest (Megatron's tensor
+  parallelism, Shoeybi et al. 2019, section 3).
+* every other axis is manual inside the step's `jax.shard_map`: what crosses it is a collective that we wrote.
+
+One device is a 1x1 mesh, not a special case.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.errors import MeshError
+
+DATA = "data"
+MODEL = "model"
+BATCH_AXES = ("replica", DATA)  # the axes that cut the global batch, outermost first, where the mesh has them
+
+
+class MeshWarning(UserWarning):
+    """The mesh works, but is likely slower than it could be."""
+
+
+def use_virtual_devices(count: int) -> None:
+    """Makes `count` CPU devices on this machine. Must run before jax is first used.
+
+    Raises:
+        MeshError: jax has already started with another number of devices.
+    """
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # already started: what counts is whether the devices are there
+    if len(jax.devices()) != count:
+        raise MeshError(
+            f"devices={count} asks for {count} virtual CPU devices, but jax has already started with "
+            f"{len(jax.devices())}: set it before the first use of jax, in a new process"
+        )
+
+
+def make_mesh(data: int = -1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Arranges devices as a `(data, model)` mesh, the model axis innermost so that it stays inside a node if it fits.
+
+    Args:
+        data: size of the data axis; -1 takes all that `model` leaves.
+        model: size of the tensor-parallel axis.
+        devices: all of the cluster's devices by default; their order does not matter.
+
+    Raises:
+        MeshError: the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    devices.sort(key=lambda device: (device.process_index, device.id))
+    if data == -1:
+        if len(devices) % model:
+            sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
+            raise MeshError(
+                f"mesh.model={model} does not divide the {len(devices)} devices: choose one of {sizes}, "
+                "or another number of devices"
+            )
+        data = len(devices) // model
+    if data * model != len(devices):
+        raise MeshError(
+            f"a mesh of data={data} x model={model} needs {data * model} devices, and there are {len(devices)}: "
+            "set mesh.data=-1 to use them all, or devices=N for N virtual CPU devices"
+        )
+    num_local = sum(device.process_index == devices[0].process_index for device in devices)
+    if num_local < len(devices) and num_local % model and model % num_local:
+        warnings.warn(f"mesh.model={model} straddles processes of {num_local} devices", MeshWarning, stacklevel=2)
+    grid = np.array(devices).reshape(data, model)
+    return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def manual_axes(mesh: Mesh) -> frozenset[str]:
+    """Names of the axes that are manual inside the training step: all but `model`."""
+    return frozenset(mesh.axis_names) - {MODEL}
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Names of the axes that cut the global batch."""
+    return tuple(name for name in BATCH_AXES if name in mesh.axis_names)
+
+
+def sum_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Names of the axes that a sum over the batch must cross: the batch axes of more than one device."""
+    return tuple(name for name in batch_axes(mesh) if mesh.shape[name] > 1)
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+    """How many parts the global batch is cut into."""
+    return math.prod(mesh.shape[name] for name in batch_axes(mesh))
+
+
+def batch_spec(mesh: Mesh) -> P:
+    """Spec of a global batch `[batch, ...]`: the first dim cut over the batch axes, the rest whole."""
+    return P(batch_axes(mesh))

@@ -1,0 +1,1 @@
+"""Models: plain single-device Flax modules, each with its placement rules beside it."""
