@@ -5,29 +5,40 @@
 Without a rule `name` is the identity, so a model that uses it is still plain single-device code. The step sets the rules
 while it traces the model:
 
-    with placed({"residual": P(None, "model", None)}):  # Megatron's sequence parallelism
+    with placed(SEQUENCE_PARALLEL):
         loss(model, batch)
+
+A rule is one or more specs that the value takes on one after the other; the gradient takes them on in reverse.
 """
 
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-Placed = Mapping[str, P]
+Placed = Mapping[str, tuple[P, ...]]
 
-# Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: between the
-# tensor-parallel regions the residual stream [batch, seq, d] is cut along its sequence dim.
-SEQUENCE_PARALLEL: Placed = {"residual": P(None, "model", None)}
+_WHOLE = P(None, None, None)  # [batch, seq, d]
+_CUT = P(None, "model", None)
 
-_placed: contextvars.ContextVar[Placed] = contextvars.ContextVar("placed", default={})
+# Megatron's sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between the tensor-parallel branches the
+# residual stream is cut along its sequence dim. `branch_in` is the paper's g: gathered forward, reduce-scattered
+# backward; `branch_out` is its conjugate. Both ends are said, since the compiler, given one, may gather a weight instead.
+SEQUENCE_PARALLEL: Placed = {
+    "residual": (_CUT,),
+    "branch_in": (_CUT, _WHOLE),
+    "branch_out": (_WHOLE, _CUT),
+}
+
+_placed: contextvars.ContextVar[Placed] = contextvars.ContextVar("placed", default=MappingProxyType({}))
 
 
 @contextlib.contextmanager
 def placed(rules: Placed) -> Iterator[None]:
-    """Sets the activation rules (spec of the trailing dims by name) while a model is traced."""
+    """Sets the activation rules (specs of the trailing dims by name) while a model is traced."""
     token = _placed.set(rules)
     try:
         yield
@@ -36,8 +47,14 @@ def placed(rules: Placed) -> Iterator[None]:
 
 
 def name(x: jax.Array, point: str) -> jax.Array:
-    """Marks `x` as the named point: placed by the rule of that name, unchanged where there is none."""
-    spec = _placed.get().get(point)
-    if spec is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, P(*(None,) * (x.ndim - len(spec)), *spec))
+    """Marks `x` as the named point: placed by the rule of that name, unchanged where there is none.
+
+    The names that `train.sequence_parallel` places, each of shape [batch, seq, d]:
+
+    * "residual": the residual stream;
+    * "branch_in": what enters a tensor-parallel branch (after the norm, before the column-parallel layer);
+    * "branch_out": what leaves one (a row-parallel layer's or a vocabulary-parallel lookup's result, before it is added).
+    """
+    for spec in _placed.get().get(point, ()):
+        x = jax.lax.with_sharding_constraint(x, P(*(None,) * (x.ndim - len(spec)), *spec))
+    return x

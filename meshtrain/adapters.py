@@ -6,12 +6,13 @@
 
 A loss returns two scalars, the sum of the token losses and the sum of the token weights (see `meshtrain.losses`).
 
-Inside the step a parameter may not be an array but a `zero.Weight`, which gathers itself. The adapters put it where the
-model reads it: an `nnx.Param` subclass whose `get_value` reads, a linen metadata box whose `unbox` does. A plain function
-is given whole arrays, gathered at its start.
+Inside the step a parameter may not be an array but a `zero.Weight`, which gathers itself. The adapters put it where
+the model reads it: an `nnx.Param` subclass whose `get_value` reads, a linen metadata box whose `unbox` does. A plain
+function is given whole arrays, gathered at its start.
 """
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,8 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
+from jax.sharding import AbstractMesh
 
 from meshtrain.errors import ModelError
+from meshtrain.jaxprs import count_dots, follow_params, mark_read
 from meshtrain.zero import Weight
 
 Batch = Any  # a pytree of arrays [batch, ...]
@@ -64,13 +67,26 @@ class Probe:
 
 
 class SelfReadingParam(nnx.Param):  # type: ignore[type-arg]
-    """An `nnx.Param` whose value may be a `Weight`: reading it gathers."""
+    """An `nnx.Param` whose value may be a `Weight`: reading it, or an attribute of it such as `.T`, gathers."""
 
-    def get_value(self, *, index: Any = ...) -> Any:
+    def get_value(self, **index: Any) -> Any:
         """The parameter's array, or the part of it that `index` names."""
         raw = self.get_raw_value()
-        value = raw.read() if isinstance(raw, Weight) else raw
-        return value if index is ... or isinstance(index, nnx.statelib.EmptyState) else value[index]
+        if isinstance(raw, Weight):
+            return self.replace(raw.read()).get_value(**index)
+        return super().get_value(**index)
+
+    def __getattr__(self, name: str) -> Any:
+        raw = object.__getattribute__(self, "_raw_value")
+        if isinstance(raw, Weight) and name not in object.__getattribute__(self, "_var_metadata"):
+            return getattr(self.get_value(), name)
+        return super().__getattr__(name)
+
+
+@functools.cache
+def _self_reading(kind: type[nnx.Param[Any]]) -> type[SelfReadingParam]:
+    """The self-reading subclass of a kind of Param, such as `nnx.LoRAParam`: a model may tell them apart."""
+    return SelfReadingParam if kind is nnx.Param else type(f"SelfReading{kind.__name__}", (SelfReadingParam, kind), {})
 
 
 def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Batch], LossSum]) -> Model:
@@ -78,7 +94,8 @@ def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Batch
 
     Args:
         build: makes the module of an `nnx.Rngs`, for instance `lambda rngs: MyModel(rngs=rngs)`. Called abstractly, and
-            once more inside the sharded initialization, so the whole model never lies on one device.
+            once more inside the sharded initialization, so the whole model never lies on one device. Sharding
+            annotations (`nnx.with_partitioning`) are not used: the rules place every parameter.
         loss: `(module, batch) -> (loss sum, weight sum)`.
 
     Raises:
@@ -86,19 +103,22 @@ def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Batch
     """
     if isinstance(build, nnx.Module):
         raise ModelError("from_nnx takes a function that builds the module: lambda rngs: MyModel(rngs=rngs)")
+    build = _unplaced(build)
     abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     if not isinstance(abstract, nnx.Module):
         raise ModelError(f"from_nnx: the function built a {type(abstract).__name__}, not an nnx.Module")
     _refuse_mutable_state(abstract)
     _make_params_self_reading(abstract)
-    graphs = {}
+    graphs: dict[bool, Any] = {}
     for train in (True, False):
         (abstract.train if train else abstract.eval)()
-        graphs[train], params, rngs, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+        graphs[train], params, rngs, rest = _split(abstract)
     constants = _constants(build) if jax.tree.leaves(rest) else rest
 
     def init(key: jax.Array, batch: Batch) -> Params:
-        state = nnx.state(build(nnx.Rngs(key)), nnx.Param)
+        # A stream of their own: adding dropout to a model does not change its initial parameters.
+        rngs = nnx.Rngs(params=key, default=jax.random.fold_in(key, 1))
+        state = nnx.state(build(rngs), nnx.Param)
         return _as_float32({_join(path): var.get_value() for path, var in nnx.to_flat_state(state)})
 
     def apply(weights: Weights, batch: Batch, key: jax.Array | None) -> LossSum:
@@ -108,6 +128,16 @@ def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Batch
         return _checked(loss(module, batch))
 
     return Model(init, apply)
+
+
+def _unplaced(build: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
+    """The same without nnx's own sharding of annotated parameters, which looks for a mesh with the axes they name."""
+
+    def unplaced(rngs: nnx.Rngs) -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            return build(rngs)
+
+    return unplaced
 
 
 def _refuse_mutable_state(module: nnx.Module) -> None:
@@ -121,24 +151,32 @@ def _refuse_mutable_state(module: nnx.Module) -> None:
 
 def _make_params_self_reading(module: nnx.Module) -> None:
     """Replaces each Param object, wherever it is referred to, so that tied ones stay tied."""
-    replaced: dict[int, SelfReadingParam] = {}
+    replaced: dict[int, Any] = {}
+
+    def swap(value: Any) -> Any:
+        if not isinstance(value, nnx.Param) or isinstance(value, SelfReadingParam):
+            return value
+        kind = _self_reading(type(value))
+        return replaced.setdefault(id(value), kind.from_metadata(value.get_raw_value(), value.get_metadata()))
+
     for _, node in list(nnx.iter_graph(module)):
-        members = node if isinstance(node, (dict, nnx.List)) else vars(node) if isinstance(node, nnx.Module) else {}
-        items = enumerate(node) if isinstance(node, nnx.List) else list(members.items())
-        for key, value in items:
-            if isinstance(value, nnx.Param) and not isinstance(value, SelfReadingParam):
-                new = replaced.setdefault(id(value), SelfReadingParam(value.get_raw_value(), **value.get_metadata()))
-                if isinstance(node, nnx.Module):
-                    setattr(node, key, new)
-                else:
-                    node[key] = new
+        for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
+            # Params lie in a module as they are, or in lists, tuples and dicts
+            leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, (nnx.Variable, nnx.Pytree)))
+            if any(isinstance(leaf, nnx.Param) for leaf in leaves):
+                setattr(node, name, jax.tree.unflatten(structure, map(swap, leaves)))
+
+
+def _split(module: nnx.Module) -> Any:
+    """Graph, parameters, random streams and the rest of a module."""
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]  # flax types at most three filters
 
 
 def _constants(build: Callable[[nnx.Rngs], nnx.Module]) -> Any:
     """State that is neither parameters nor random: computed once, alone (the compiler drops the parameters)."""
 
     def rest() -> Any:
-        return nnx.split(build(nnx.Rngs(0)), nnx.Param, nnx.RngState, ...)[3]
+        return _split(build(nnx.Rngs(0)))[3]
 
     return jax.tree.map(np.asarray, jax.jit(rest)())
 
@@ -193,7 +231,7 @@ class _LinenInit:
     train: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Initialized(self.module.init(self.key, *args, **kwargs))
+        raise _Initialized(meta.unbox(self.module.init(self.key, *args, **kwargs)))
 
 
 class WeightBox(meta.AxisMetadata[Any]):
@@ -219,7 +257,9 @@ class WeightBox(meta.AxisMetadata[Any]):
         return self
 
 
-jax.tree_util.register_pytree_node(WeightBox, lambda box: ((box.value,), None), lambda _, children: WeightBox(*children))
+jax.tree_util.register_pytree_node(
+    WeightBox, lambda box: ((box.value,), None), lambda _, children: WeightBox(*children)
+)
 
 
 def from_linen(
@@ -228,9 +268,10 @@ def from_linen(
     """A linen model.
 
     Args:
-        module: the module; it is initialized with the arguments with which `loss` first calls it.
-        loss: `(model, batch) -> (loss sum, weight sum)`, where `model(x, ...)` applies the module and `model.train` says
-            whether this is training.
+        module: the module; it is initialized with the arguments with which `loss` first calls it. Sharding annotations
+            (`nn.with_partitioning`) are not used: the rules place every parameter.
+        loss: `(model, batch) -> (loss sum, weight sum)`, where `model(x, ...)` applies the module and `model.train`
+            says whether this is training.
         rng_names: the random streams that the module draws from while training.
 
     Raises:
@@ -240,9 +281,10 @@ def from_linen(
     def init(key: jax.Array, batch: Batch) -> Params:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
         try:
-            loss(_LinenInit(module, key), zeros)
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # else annotations look for the axes they name
+                loss(_LinenInit(module, key), zeros)
         except _Initialized as done:
-            variables = meta.unbox(done.variables)
+            variables = done.variables
         else:
             raise ModelError("the loss never calls the model")
         extra = sorted(set(variables) - {"params"})
@@ -261,9 +303,7 @@ def from_linen(
 # ---------------------------------------------------------------- plain functions
 
 
-def from_function(
-    init: Callable[[jax.Array], Any], loss: Callable[[Any, Batch, jax.Array | None], LossSum]
-) -> Model:
+def from_function(init: Callable[[jax.Array], Any], loss: Callable[[Any, Batch, jax.Array | None], LossSum]) -> Model:
     """A model that is two functions over a pytree of parameters (nested dicts, lists, tuples, dataclasses).
 
     Args:
@@ -272,10 +312,12 @@ def from_function(
             arrays in the compute type. ZeRO-3 gathers all of them at the loss's start, and again in the backward pass;
             write a Flax module to have each gathered where it is read.
     """
-    structure = jax.tree.structure(jax.eval_shape(init, jax.random.key(0)))
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    structure, paths = jax.tree.structure(abstract), paths_of(abstract)
 
     def apply(weights: Weights, batch: Batch, key: jax.Array | None) -> LossSum:
-        arrays = [weight.read() if isinstance(weight, Weight) else weight for weight in weights.values()]
+        ordered = [weights[path] for path in paths]  # not in the dict's own order: "10" sorts before "2"
+        arrays = [weight.read() if isinstance(weight, Weight) else weight for weight in ordered]
         return _checked(loss(jax.tree.unflatten(structure, arrays), batch, key))
 
     return Model(lambda key, batch: flatten(init(key)), apply)
@@ -287,21 +329,21 @@ def from_function(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Probed(Weight):
-    """A weight that notes with how many dims it is read."""
+    """A weight that notes with which shapes it is read, and marks the reads in the jaxpr."""
 
     value: jax.Array
     path: str = dataclasses.field(metadata={"static": True})
-    ndims: "_Notes" = dataclasses.field(metadata={"static": True})
+    notes: "_Notes" = dataclasses.field(metadata={"static": True})
 
     def read(self) -> jax.Array:
         """The value itself."""
-        self.ndims.seen.setdefault(self.path, set()).add(self.value.ndim)
-        return self.value
+        self.notes.shapes.setdefault(self.path, set()).add(self.value.shape)
+        return mark_read(self.value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity, as static pytree data must be
 class _Notes:
-    seen: dict[str, set[int]] = dataclasses.field(default_factory=dict)
+    shapes: dict[str, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
 
 def abstract_params(model: Model, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
@@ -317,40 +359,32 @@ def probe(model: Model, params: Mapping[str, jax.ShapeDtypeStruct], batch: Batch
     """Traces the training loss once, abstractly, and notes how it reads its parameters.
 
     Raises:
-        ModelError: a parameter is read at several depths of stacking.
+        ModelError: a parameter is used without being read as one, so that under ZeRO a shard of it would be; or the
+            model maps over a dim of it that is not a leading one.
     """
     notes = _Notes()
 
     def loss(arrays: Params, batch: Batch, key: jax.Array) -> LossSum:
         return model.loss({path: _Probed(x, path, notes) for path, x in arrays.items()}, batch, key)
 
-    jaxpr = jax.make_jaxpr(loss)(dict(params), _shapes(batch), jax.random.key(0))
-    num_stacked = {}
-    for path, ndims in notes.seen.items():
-        if len(ndims) > 1:
-            raise ModelError(f"'{path}' is read both whole and inside a scan, with {sorted(ndims)} dims")
-        num_stacked[path] = len(params[path].shape) - ndims.pop()
+    jaxpr = jax.make_jaxpr(loss)(dict(params), _shapes(batch), jax.random.key(0)).jaxpr
+    paths = sorted(params)  # the order in which a dict is flattened
+    follow_params(jaxpr, [*paths, *[None] * (len(jaxpr.invars) - len(paths))])
+    num_stacked = {path: _num_stacked(path, params[path].shape, shapes) for path, shapes in notes.shapes.items()}
     unread = tuple(path for path in params if path not in num_stacked)
-    num_dots, num_remat_dots = _num_dots(jaxpr.jaxpr)
+    num_dots, num_remat_dots = count_dots(jaxpr)
     return Probe(num_stacked, unread, 2 * num_remat_dots > num_dots)
 
 
-def _num_dots(jaxpr: Any, inside: bool = False) -> tuple[int, int]:
-    """How many matrix products a jaxpr has, and how many of them are inside a `jax.checkpoint`."""
-    total = inner_total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            total, inner_total = total + 1, inner_total + inside
-        within = inside or equation.primitive.name in ("checkpoint", "remat", "remat2")
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                dots, remat_dots = _num_dots(getattr(inner, "jaxpr", inner), within)
-                total, inner_total = total + dots, inner_total + remat_dots
-    return total, inner_total
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+def _num_stacked(path: str, whole: tuple[int, ...], seen: set[tuple[int, ...]]) -> int:
+    """Over how many leading dims the model scans or maps where it reads a parameter."""
+    for shape in seen:
+        if whole[len(whole) - len(shape) :] != shape:
+            raise ModelError(
+                f"the model scans or maps over a dim of '{path}' that is not the first: stack layers along axis 0 "
+                f"(shape {whole}, read with shape {shape})"
+            )
+    return len(whole) - min(map(len, seen))
 
 
 # ---------------------------------------------------------------- paths
@@ -362,11 +396,16 @@ def flatten(tree: Any) -> Params:
     Raises:
         ModelError: a leaf is not of a float type, or two leaves have the same path.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    flat = {_join(_key_name(key) for key in path): leaf for path, leaf in leaves}
+    paths, leaves = paths_of(tree), jax.tree.leaves(tree)
+    flat = dict(zip(paths, leaves, strict=True))
     if len(flat) != len(leaves):
         raise ModelError("two parameters have the same path: do not use '/' in a parameter's name")
     return _as_float32(flat)
+
+
+def paths_of(tree: Any) -> list[str]:
+    """The path of each leaf, in the tree's order."""
+    return [_join(map(_key_name, path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _as_float32(params: Mapping[str, Any]) -> Params:

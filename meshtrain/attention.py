@@ -5,20 +5,19 @@ are independent, and each device attends with its own.
 """
 
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.errors import ModelError
 from meshtrain.mesh import MODEL
 
 Kernel = Literal["auto", "xla", "cudnn"]
 MAX_CUDNN_HEAD_DIM = 128
 
 
-def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, kernel: Kernel = "auto"
-) -> jax.Array:
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, kernel: Kernel = "auto") -> jax.Array:
     """Scaled dot-product attention.
 
     Args:
@@ -28,7 +27,11 @@ def attention(
 
     Returns:
         [batch, seq, heads, head_dim]
+
+    Raises:
+        ModelError: kv_heads does not divide heads; the kernel is unknown, or cannot take these operands.
     """
+    _check(q, k, kernel)
     if kernel == "auto":
         kernel = "cudnn" if _cudnn_applies(q) else "xla"
     attend = partial(jax.nn.dot_product_attention, is_causal=causal, implementation=kernel)
@@ -40,6 +43,18 @@ def attention(
         attend, in_specs=(heads, heads, heads), out_specs=heads, axis_names={MODEL}, check_vma=False
     )
     return over_heads(q, k, v)
+
+
+def _check(q: jax.Array, k: jax.Array, kernel: str) -> None:
+    if kernel not in get_args(Kernel):
+        raise ModelError(f"attention: kernel='{kernel}' is unknown; choose one of {', '.join(get_args(Kernel))}")
+    if q.shape[2] % k.shape[2]:
+        raise ModelError(f"attention: {k.shape[2]} kv heads do not divide {q.shape[2]} heads")
+    if kernel == "cudnn" and not _cudnn_applies(q):
+        raise ModelError(
+            f"attention: kernel='cudnn' needs a GPU, a 16-bit type and head_dim <= {MAX_CUDNN_HEAD_DIM}; here they are "
+            f"{_platform()}, {q.dtype} and {q.shape[-1]}: 'auto' takes it where it applies"
+        )
 
 
 def _cudnn_applies(q: jax.Array) -> bool:

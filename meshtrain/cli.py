@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 import meshtrain
 from meshtrain.config import Config, dump, fields, load
@@ -57,18 +59,23 @@ def _parser() -> argparse.ArgumentParser:
             epilog=f"example: meshtrain {name} examples/gpt_tiny.yaml mesh.model=2 zero.stage=2 devices=8",
         )  # fmt: skip
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or - for the defaults")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="for instance train.steps=100")
+        command.add_argument(
+            "overrides", nargs="*", default=[], metavar="key=value", help="for instance train.steps=100"
+        )
         command.set_defaults(run=run)
     command = commands.add_parser("config", help="show every field with its default, or a resolved config")
     command.add_argument("config", nargs="?", metavar="CONFIG", help="resolve this file instead")
-    command.add_argument("overrides", nargs="*", metavar="key=value")
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     command.set_defaults(run=_config)
     return parser
 
 
 def _load(args: argparse.Namespace) -> Config:
-    if "=" in args.config:
-        raise UserError(f"'{args.config}' is an override, and comes after the config: CONFIG {args.config}")
+    if "=" in args.config and not Path(args.config).exists():
+        raise UserError(
+            f"'{args.config}' is an override, and comes after the config file: CONFIG {args.config}, or "
+            f"- {args.config} for the defaults"
+        )
     return load(None if args.config == "-" else args.config, args.overrides)
 
 
@@ -83,8 +90,12 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _layout(args: argparse.Namespace) -> int:
-    job = build(_load(args))
-    Console().print(job.engine.layout.table())
+    layout = build(_load(args)).engine.layout
+    console = Console()
+    if console.is_terminal:
+        console.print(layout.table())
+    else:
+        print(layout)  # a file or a pipe has no width to fit
     return 0
 
 
@@ -97,7 +108,7 @@ def _config(args: argparse.Namespace) -> int:
     for name in ("key", "default", "what it is"):
         table.add_column(name, overflow="fold")
     for key, kind, default, text in fields():
-        table.add_row(key, _yaml(default), f"{text} [dim]{kind.replace('[', chr(92) + '[')}[/dim]")
+        table.add_row(key, Text(_yaml(default)), Text.assemble(text, " ", (f"({kind})", "dim")))
     console.print(table)
     return 0
 

@@ -4,23 +4,29 @@
     config.mesh.model  # 2
 
 Every field has a default that serves and a description; `meshtrain config` prints both. YAML is read with PyYAML's
-safe loader, made stricter in three ways: a key given twice is an error, aliases are an error (they can expand without
-bound), and `1e-3` is a number, as in YAML 1.2, where YAML 1.1 reads text.
+safe loader, made stricter: a key given twice, an alias (aliases can expand without bound), a tag (`!!...`) and deep
+nesting are errors. Numbers are those of YAML 1.2: `1e-3` is one, where YAML 1.1 reads text, and `010` and `1:30` are
+not 8 and 90.
 """
 
 import difflib
+import math
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from meshtrain.errors import ConfigError
 
-MAX_BYTES = 1 << 20  # a config file is a page or two; more is a mistake or an attack
+MAX_BYTES = 1 << 16  # a config file is a page or two; more is a mistake or an attack
+MAX_DEPTH = 20
+MAX_PROBLEMS = 10  # shown of one config
 
 
 class Section(BaseModel):
@@ -29,24 +35,59 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _check_scalar(value: Any) -> Any:
+    """For the values of `model.overrides`, whose types only the model knows."""
+    if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"must be true, false, a finite number or a text, got {_short(value)}")
+    return value
+
+
+def _check_axes(value: Any) -> Any:
+    """For one dim of a placement rule."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(axis, str) for axis in value):
+        return value
+    raise ValueError(f"must be null, an axis or a list of axes, got {_short(value)}")
+
+
+def _to_pair(value: Any) -> Any:
+    """YAML has no tuples: a pair is a list there."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        return tuple(value)
+    raise ValueError(f"must be a pair [path regex, value], got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+Scalar = Annotated[bool | int | float | str, PlainValidator(_check_scalar)]
+Axes = Annotated[str | list[str] | None, PlainValidator(_check_axes)]
+
+
+def _is_section(kind: Any) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
 class RunConfig(Section):
     """Where the run lives and what makes it repeatable."""
 
-    name: str = Field("", description="Name of the run's directory; empty takes the config file's name")
-    dir: str = Field("runs", description="Folder that holds the run directories")
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of parameters, dropout and data order")
+    name: str = Field(default="", description="Name of the run's directory; empty takes the config file's name")
+    dir: str = Field(default="runs", description="Folder that holds the run directories")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of parameters, dropout and data order")
 
 
 class ModelConfig(Section):
     """Which model is trained, and where its parameters lie."""
 
-    target: str = Field("models.gpt:GPT", description="The model's class as 'package.module:Class'")
-    preset: str = Field("tiny", description="Name of one of the model's presets")
-    overrides: dict[str, bool | int | float | str] = Field(
+    target: str = Field(default="models.gpt:GPT", description="The model's class as 'package.module:Class'")
+    preset: str = Field(default="tiny", description="Name of one of the model's presets")
+    overrides: dict[str, Scalar] = Field(
         default_factory=dict, description="Fields that replace the preset's, for instance {num_layers: 6}"
     )
-    rules: list[tuple[str, list[str | list[str] | None]]] | None = Field(
-        None, description="Placement rules as [path regex, [axes]] pairs; null takes the model's own"
+    rules: list[Annotated[tuple[str, list[Axes]], BeforeValidator(_to_pair)]] | None = Field(
+        default=None, description="Placement rules as [path regex, [axes]] pairs; null takes the model's own"
     )
 
 
@@ -54,91 +95,95 @@ class DataConfig(Section):
     """Where tokens come from and how they are cut into records of `seq_len + 1` tokens."""
 
     source: Literal["stdlib", "text", "tokens", "random"] = Field(
-        "stdlib", description="stdlib: Python's own sources; text: files by glob; tokens: a token file; random"
+        default="stdlib", description="stdlib: Python's own sources; text: files by glob; tokens: a token file; random"
     )
     paths: list[str] = Field(default_factory=list, description="Globs of text files, or the one token file")
     dtype: Literal["uint8", "uint16", "uint32"] | None = Field(
-        None, description="Element type of a raw token file; null for .npy, which names its own"
+        default=None, description="Element type of a raw token file; null for .npy, which names its own"
     )
-    seq_len: int = Field(256, ge=1, description="Tokens the model sees per record")
-    val_fraction: float = Field(0.05, ge=0, lt=1, description="Share of the source held out for evaluation")
-    vocab_size: int = Field(256, ge=2, description="Token ids lie in [0, vocab_size); bytes need 256")
-    prefetch: int = Field(2, ge=0, description="Batches prepared ahead of the step")
+    seq_len: int = Field(default=256, ge=1, description="Tokens the model sees per record")
+    val_fraction: float = Field(default=0.05, ge=0, lt=1, description="Share of the source held out for evaluation")
+    vocab_size: int = Field(default=256, ge=2, description="Token ids lie in [0, vocab_size); bytes need 256")
+    prefetch: int = Field(default=2, ge=0, description="Batches prepared ahead of the step")
 
 
 class MeshConfig(Section):
     """The sizes of the mesh axes. Their product is the number of devices."""
 
-    data: int = Field(-1, description="Size of the data axis (ZeRO shards over it); -1 takes all devices left")
-    model: int = Field(1, ge=1, description="Size of the tensor-parallel axis")
+    data: int = Field(default=-1, description="Size of the data axis (ZeRO shards over it); -1 takes all devices left")
+    model: int = Field(default=1, ge=1, description="Size of the tensor-parallel axis")
 
 
 class ZeroConfig(Section):
     """ZeRO (Rajbhandari et al. 2020): what is sharded over the data axis."""
 
-    stage: int = Field(1, ge=0, le=3, description="0: nothing; 1: optimizer state; 2: + gradients; 3: + parameters")
+    stage: int = Field(
+        default=1, ge=0, le=3, description="0: nothing; 1: optimizer state; 2: + gradients; 3: + parameters"
+    )
 
 
 class OptimConfig(Section):
     """The optimizer and the learning-rate schedule. Steps are optimizer updates, never microbatches."""
 
-    name: Literal["adamw", "sgd", "lion", "adafactor", "muon", "lamb"] = Field("adamw", description="Optimizer")
-    lr: float = Field(1e-3, ge=0, description="Peak learning rate")
+    name: Literal["adamw", "sgd", "lion", "adafactor", "muon", "lamb"] = Field(default="adamw", description="Optimizer")
+    lr: float = Field(default=1e-3, ge=0, description="Peak learning rate")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="Decay after the warm-up; wsd: warmup-stable-decay"
+        default="cosine", description="Decay after the warm-up; wsd: warmup-stable-decay"
     )
-    warmup_steps: int = Field(0, ge=0, description="Updates from 0 up to the peak rate")
-    decay_steps: int | None = Field(None, ge=1, description="wsd: length of the last decay; null takes a tenth")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final rate as a share of the peak")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay (0: none)")
-    decay_rules: list[tuple[str, bool]] | None = Field(
-        None, description="Which parameters decay, as [path regex, bool]; null takes the built-in list"
+    warmup_steps: int = Field(default=0, ge=0, description="Updates from 0 up to the peak rate")
+    decay_steps: int | None = Field(default=None, ge=1, description="wsd: length of the last decay; null takes a tenth")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="Final rate as a share of the peak")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay (0: none)")
+    decay_rules: list[Annotated[tuple[str, bool], BeforeValidator(_to_pair)]] | None = Field(
+        default=None, description="Which parameters decay, as [path regex, bool]; null takes the built-in list"
     )
-    clip_norm: float | None = Field(1.0, gt=0, description="Limit of the global gradient norm; null: no clipping")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment (sgd: the momentum)")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="Term that keeps the division finite")
-    moment_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the first moment")
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="Limit of the global gradient norm; null: no clipping"
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment (sgd: the momentum)")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="Term that keeps the division finite")
+    moment_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the first moment")
 
 
 class TrainConfig(Section):
     """The training loop."""
 
-    steps: int = Field(1000, ge=1, description="Optimizer updates in the whole run")
-    global_batch: int = Field(32, ge=1, description="Records per update, over all devices and microbatches")
-    microbatches: int = Field(1, ge=1, description="Parts that each device cuts its batch into")
-    remat: Literal["none", "dots", "full"] = Field("none", description="What the backward pass computes again")
-    sequence_parallel: bool = Field(False, description="Shard the residual stream's sequence dim over model")
-    eval_every: int = Field(100, ge=0, description="Updates between evaluations (0: only at the end)")
-    eval_batches: int = Field(8, ge=1, description="Batches of the fixed validation set")
-    log_every: int = Field(10, ge=1, description="Updates between log lines")
+    steps: int = Field(default=1000, ge=1, description="Optimizer updates in the whole run")
+    global_batch: int = Field(default=32, ge=1, description="Records per update, over all devices and microbatches")
+    microbatches: int = Field(default=1, ge=1, description="Parts that each device cuts its batch into")
+    remat: Literal["none", "dots", "full"] = Field(default="none", description="What the backward pass computes again")
+    sequence_parallel: bool = Field(default=False, description="Shard the residual stream's sequence dim over model")
+    eval_every: int = Field(default=100, ge=0, description="Updates between evaluations (0: only at the end)")
+    eval_batches: int = Field(default=8, ge=1, description="Batches of the fixed validation set")
+    log_every: int = Field(default=10, ge=1, description="Updates between log lines")
 
 
 class PrecisionConfig(Section):
     """Number formats. Master weights and optimizer state are float32."""
 
     compute: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Type of weights and activations inside the step"
+        default="float32", description="Type of weights and activations inside the step"
     )
-    reduce: Literal["float32", "compute"] = Field("float32", description="Type in which gradients are reduced")
-    loss_scale: float = Field(32768.0, ge=1, description="float16: first loss scale (dynamic afterwards)")
-    loss_scale_window: int = Field(1000, ge=1, description="float16: finite updates before the scale doubles")
+    reduce: Literal["float32", "compute"] = Field(default="float32", description="Type in which gradients are reduced")
+    loss_scale: float = Field(default=32768.0, ge=1, description="float16: first loss scale (dynamic afterwards)")
+    loss_scale_window: int = Field(default=1000, ge=1, description="float16: finite updates before the scale doubles")
 
 
 class CheckpointConfig(Section):
     """Orbax checkpoints under the run directory."""
 
-    every: int = Field(500, ge=0, description="Updates between checkpoints (0: only at the end)")
-    keep: int = Field(3, ge=1, description="How many of the newest checkpoints stay")
+    every: int = Field(default=500, ge=0, description="Updates between checkpoints (0: only at the end)")
+    keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay")
 
 
 class LogConfig(Section):
     """Where figures go beside the terminal and metrics.jsonl."""
 
-    tensorboard: bool = Field(False, description="Write TensorBoard events (extra: tensorboard)")
-    wandb_project: str = Field("", description="Weights & Biases project; empty: none (extra: wandb)")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard events (extra: tensorboard)")
+    wandb_project: str = Field(default="", description="Weights & Biases project; empty: none (extra: wandb)")
     progress: Literal["auto", "live", "plain", "none"] = Field(
-        "auto", description="Terminal output; auto: live on a terminal, plain lines elsewhere"
+        default="auto", description="Terminal output; auto: live on a terminal, plain lines elsewhere"
     )
 
 
@@ -155,7 +200,15 @@ class Config(Section):
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
-    devices: int = Field(0, ge=0, le=4096, description="Virtual CPU devices to make; 0 takes the machine's own")
+    devices: int = Field(default=0, ge=0, le=4096, description="Virtual CPU devices to make; 0 takes the machine's own")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _fill_empty_sections(cls, values: Any) -> Any:
+        """A section of which only the heading is left, such as `train:`, is null in YAML."""
+        if not isinstance(values, dict):
+            return values
+        return {key: {} if value is None and key in _SECTIONS else value for key, value in values.items()}
 
     @pydantic.model_validator(mode="after")
     def _check_across_sections(self) -> "Config":
@@ -174,41 +227,70 @@ class Config(Section):
         return self
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases and duplicate keys, and with YAML 1.2 floats."""
+_SECTIONS = frozenset(name for name, info in Config.model_fields.items() if _is_section(info.annotation))
+_YAML_TAG = "tag:yaml.org,2002:"
+_INT = re.compile(r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$")  # YAML 1.2.2, section 10.3.2
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
 
-    yaml_implicit_resolvers: ClassVar[Any] = {
-        first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:float"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """How a plain word finds its type: by its first letter, the first pattern that matches."""
+    resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        resolvers[first] = [(tag, regexp) for tag, regexp in known if tag in (f"{_YAML_TAG}bool", f"{_YAML_TAG}null")]
+    for first in "-+0123456789.":
+        resolvers.setdefault(first, []).extend([(f"{_YAML_TAG}int", _INT), (f"{_YAML_TAG}float", _FLOAT)])
+    return resolvers
+
+
+def _refuse(node: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2's numbers, and without aliases, tags, duplicate keys and deep nesting."""
+
+    yaml_implicit_resolvers = _resolvers()
+    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.constructor.ConstructorError(
-                None, None, "an alias (*name) is not allowed in a config: write the value out", event.start_mark
-            )
-        return super().compose_node(parent, index)
+        untyped: Any = self
+        event = untyped.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _refuse(event, "an alias (*name) is not allowed in a config: write the value out")
+        if event.tag is not None:
+            raise _refuse(event, f"a tag ({event.tag}) is not allowed in a config: write a plain value")
+        if self.depth == MAX_DEPTH:
+            raise _refuse(event, f"nested more than {MAX_DEPTH} deep; a config has sections with keys")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _refuse(key_node, "a key must be a word")
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, (list, dict)):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{key}' is given twice", key_node.start_mark
-                )
+                raise _refuse(key_node, f"the key '{key}' is given twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """An integer; PyYAML would read `010` as 8."""
+        text = node.value
+        return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"),
-    list("-+0123456789."),
-)
+
+_Loader.add_constructor(f"{_YAML_TAG}int", _Loader.construct_yaml_int)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around what `_Loader` would not read as text."""
+
+    yaml_implicit_resolvers = _resolvers()
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -216,25 +298,29 @@ def _parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a subclass of SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{where}{line}: {error.problem}") from None
+        raise ConfigError(f"{where}{line}: {_one_line(error.problem)}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{where}: not valid YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply for a config") from None
+        raise ConfigError(f"{where}: not valid YAML: {_one_line(error)}") from None
+
+
+def _one_line(text: Any) -> str:
+    return " ".join(str(text).split())
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes; a config is a page or two")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)  # not its size: a device or a pipe has none
+        text = content.decode("utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes; a config is a page or two")
     values = _parse_yaml(text, str(path))
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold sections such as 'train:', not a {type(values).__name__}")
+        raise ConfigError(f"{path}: must hold sections such as 'train:', not {_short(values)}")
     return values
 
 
@@ -257,29 +343,60 @@ def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[
     """Yields `(dotted key, type, default, description)` of every field, in order."""
     for name, info in section.model_fields.items():
         kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
+        if _is_section(kind):
             yield from fields(kind, f"{prefix}{name}.")
         else:
-            shown = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
-            shown = shown.replace("typing.Literal", "").replace("typing.", "")
-            yield f"{prefix}{name}", shown, info.get_default(call_default_factory=True), info.description or ""
+            yield (
+                f"{prefix}{name}",
+                _show_type(kind),
+                info.get_default(call_default_factory=True),
+                info.description or "",
+            )
 
 
-def _explain(error: Any, source: str) -> str:
-    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("function-", "lax-", "constrained")))
+def _show_type(kind: Any) -> str:
+    """A type as a config's author sees it: `adamw | sgd`, `int | null`, `list[tuple[str, bool]]`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _show_type(args[0])
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    shown = [_show_type(arg) for arg in args]
+    if origin in (Union, UnionType):
+        return " | ".join(shown)
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(shown)}]"
+    return "null" if kind is type(None) else str(kind.__name__)
+
+
+def _nearest(key: str) -> str | None:
+    """The field or section that a misspelt key most likely means: one of the same section if any is near."""
+    names = [name for name, *_ in fields()] + sorted(_SECTIONS)
+    parent, _, last = key.rpartition(".")
+    same = [name for name in names if name.rpartition(".")[2] == last]
+    if len(same) == 1:  # the right word in the wrong section
+        return same[0]
+    for candidates in ([name for name in names if name.rpartition(".")[0] == parent], names):
+        by_last = {name.rpartition(".")[2]: name for name in reversed(candidates)}
+        if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.6):
+            return by_last[near[0]]
+    return None
+
+
+def _explain(error: Any) -> str:
+    key, given = _one_line(".".join(map(str, error["loc"]))), error["input"]
     if error["type"] == "extra_forbidden":
-        known = [name for name, *_ in fields()]
-        known += sorted({name.split(".")[0] for name in known if "." in name})
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or difflib.get_close_matches(
-            key.split(".")[-1], [name.split(".")[-1] for name in known], n=1, cutoff=0.6
-        )
-        full = next((name for name in known if near and (name == near[0] or name.endswith("." + near[0]))), None)
-        return f"{source}: unknown key '{key}'" + (f"; did you mean '{full}'?" if full else "; see `meshtrain config`")
+        near = _nearest(key)
+        if near == key:  # written flat, with a dot in the key
+            section, _, last = key.partition(".")
+            return f"unknown key '{key}': a section's keys go below it, as in {section}: {{{last}: ...}}"
+        return f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "; see `meshtrain config`")
     if error["type"] == "value_error":
-        return f"{source}: {error['ctx']['error']}"
-    given = error["input"]
-    text = f"{source}: {key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {given!r}"
-    if isinstance(given, str) and re.fullmatch(r"[-+0-9.eE]+", given):
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
+    if error["type"] == "model_type":
+        return f"{key}: must be a section with keys of its own, got {_short(given)}"
+    text = f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {_short(given)}"
+    if isinstance(given, str) and _FLOAT.match(given):
         text += f" (a text because of its quotes: write {given} without them)"
     return text
 
@@ -292,19 +409,12 @@ def validate(values: dict[str, Any], source: str = "config") -> Config:
     """
     try:
         return Config.model_validate(values)
-    except pydantic.ValidationError as errors:
-        # A union reports each of its members; the first problem of each key says enough.
-        lines = list({error["loc"][:2]: _explain(error, source) for error in reversed(errors.errors())}.values())
-        raise ConfigError("\n".join(reversed(lines))) from None
-
-
-def _lists_to_tuples(values: Any) -> Any:
-    """YAML has no tuples: the pairs of `model.rules` and `optim.decay_rules` are lists there."""
-    for section, key in (("model", "rules"), ("optim", "decay_rules")):
-        part = values.get(section)
-        if isinstance(part, dict) and isinstance(part.get(key), list):
-            part[key] = [tuple(pair) if isinstance(pair, list) else pair for pair in part[key]]
-    return values
+    except pydantic.ValidationError as invalid:
+        errors = invalid.errors()
+        lines = [f"{source}: {_explain(error)}" for error in errors[:MAX_PROBLEMS]]
+        if len(errors) > MAX_PROBLEMS:
+            lines.append(f"{source}: and {len(errors) - MAX_PROBLEMS} more problems")
+        raise ConfigError("\n".join(lines)) from None
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -321,7 +431,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply_override(values, override)
     source = " + ".join([str(path)] * (path is not None) + ["overrides"] * bool(overrides)) or "config"
-    config = validate(_lists_to_tuples(values), source)
+    config = validate(values, source)
     if not config.run.name:
         name = Path(path).stem if path is not None else "run"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
@@ -330,4 +440,4 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 
 def dump(config: Config) -> str:
     """The config as YAML that `load` reads back to an equal object."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)

@@ -4,8 +4,8 @@
     print(layout)
 
 *Compute spec*: how the whole weight lies over `model` while the step uses it; the rules say so. *Storage spec*: how it
-rests between steps, optimizer state alike. For ZeRO stages >= 1 that is the compute spec with one dim cut over `data` as
-well, the same for every stage: stages differ in the flow inside the step (`zero.py`), not in what rests where.
+rests between steps, optimizer state alike. For ZeRO stages >= 1 that is the compute spec with one dim cut over `data`
+as well, the same for every stage: stages differ in the flow inside the step (`zero.py`), not in what rests where.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from meshtrain.mesh import DATA
@@ -134,7 +135,7 @@ class Layout:
         return _table(self)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=150)
+        console = Console(file=io.StringIO(), width=150, color_system=None, force_jupyter=False)
         console.print(self.table())
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
@@ -218,18 +219,21 @@ def _table(layout: Layout) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    for name in ("parameter", "shape", "rule", "compute", "rest"):
+    table.add_column("parameter", no_wrap=True)  # in one piece, so that it can be searched for
+    for name in ("shape", "rule", "compute", "rest"):
         table.add_column(name, overflow="fold")
     table.add_column("per device", justify="right")
-    table.add_column("replicated over data because", overflow="fold")
+    why = any(leaf.why_replicated for leaf in layout.leaves.values())
+    if why:
+        table.add_column("replicated over data because", overflow="fold")
     for leaf in layout.leaves.values():
         table.add_row(
-            leaf.path,
+            escape(leaf.path),
             " x ".join(map(str, leaf.shape)) or "()",
-            leaf.rule,
+            escape(leaf.rule),
             show_spec(leaf.compute_spec),
             show_spec(leaf.storage_spec),
             show_bytes(layout.bytes_per_device(leaf)),
-            leaf.why_replicated,
+            *[leaf.why_replicated] * why,
         )
     return table

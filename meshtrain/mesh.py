@@ -62,6 +62,12 @@ def make_mesh(data: int = -1, model: int = 1, devices: Sequence[jax.Device] | No
     """
     devices = list(jax.devices() if devices is None else devices)
     devices.sort(key=lambda device: (device.process_index, device.id))
+    if not devices:
+        raise MeshError("there are no devices to make a mesh of")
+    if model < 1 or (data < 1 and data != -1):
+        raise MeshError(
+            f"mesh.data={data} and mesh.model={model} must be at least 1 (or mesh.data=-1: all devices left)"
+        )
     if data == -1:
         if len(devices) % model:
             sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+FLOAT32 = np.dtype("float32")
 MIN_LOSS_SCALE = 1.0
 MAX_LOSS_SCALE = 2.0**24
 
@@ -19,8 +20,8 @@ MAX_LOSS_SCALE = 2.0**24
 class Precision:
     """The dtypes of one run. Hashable, so that it can be a static argument."""
 
-    compute: np.dtype[Any] = np.dtype("float32")
-    reduce: np.dtype[Any] = np.dtype("float32")
+    compute: np.dtype[Any] = FLOAT32
+    reduce: np.dtype[Any] = FLOAT32
     loss_scale: float = 2.0**15  # float16 only: the first scale
     loss_scale_window: int = 1000
 

@@ -55,14 +55,19 @@ def path_matches(pattern: str, path: str) -> bool:
         RuleError: the pattern is not a regular expression.
     """
     try:
+        re.compile(pattern)  # alone: `a)|(b` would be one in the middle of another
         return re.fullmatch(f"(?:.*/)?(?:{pattern})", path) is not None
     except re.error as error:
         raise RuleError(f"rule '{pattern}' is not a regular expression: {error}") from None
 
 
 def as_rules(rules: Iterable[tuple[str, Any]]) -> tuple[Rule, ...]:
-    """Rules with their specs as `PartitionSpec`; `[axes]` lists, as a config holds them, are taken too."""
-    return tuple((pattern, spec if isinstance(spec, P) else P(*map(_entry, spec))) for pattern, spec in rules)
+    """Rules with their specs as `PartitionSpec`; `[axes]` lists, as a config holds them, are taken too.
+
+    Raises:
+        RuleError: something is not a pair of a pattern and a spec.
+    """
+    return tuple(map(_as_rule, rules))
 
 
 def place(
@@ -106,6 +111,15 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def _as_rule(rule: Any) -> Rule:
+    if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
+        raise RuleError(f"rule {rule!r} must be a pair (path regex, PartitionSpec)")
+    pattern, spec = rule
+    if not isinstance(spec, P | tuple | list):
+        raise RuleError(f"rule '{pattern}': {spec!r} must be a PartitionSpec, or a list with an entry per dim")
+    return pattern, spec if isinstance(spec, P) else P(*map(_entry, spec))
+
+
 def _entry(entry: Any) -> Any:
     return tuple(entry) if isinstance(entry, list) else entry
 
@@ -129,7 +143,10 @@ def _check_axes(pattern: str, spec: P, axis_sizes: Mapping[str, int]) -> None:
 def _fit(path: str, shape: tuple[int, ...], pattern: str, spec: P, axis_sizes: Mapping[str, int]) -> P:
     """The rule's spec, lengthened to the parameter's rank and checked against its sizes."""
     if len(spec) > len(shape):
-        raise RuleError(f"rule '{pattern}': {spec} has {len(spec)} dims, but '{path}' has {len(shape)}: {shape}")
+        raise RuleError(
+            f"rule '{pattern}': {spec} has {len(spec)} dims, but '{path}' has {len(shape)}: {shape}; "
+            "shorten the spec, or put a rule for this parameter before it"
+        )
     full = P(*(None,) * (len(shape) - len(spec)), *spec)
     for dim, entry in enumerate(full):
         parts = num_shards(entry, axis_sizes)

@@ -1,6 +1,7 @@
 """The training state, and where each array of it rests."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,8 +53,7 @@ def abstract_state(
     model: Model, layout: Layout, optimizer: optax.GradientTransformation, precision: Precision, batch: Batch
 ) -> TrainState:
     """The state's shapes, dtypes and shardings, without computing it: what a checkpoint is restored into."""
-    make = _make(model, optimizer, precision, batch)
-    shapes = jax.eval_shape(make, jax.random.key(0))
+    shapes = jax.eval_shape(_make(model, optimizer, precision, batch, seed=0))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -75,15 +75,17 @@ def init_state(
         batch: arrays or `ShapeDtypeStruct`s, for their shapes.
         seed: of the initial parameters.
     """
-    make = _make(model, optimizer, precision, batch)
-    key = jax.random.key(seed)
-    shardings = state_shardings(jax.eval_shape(make, key), layout)
-    return jax.jit(make, out_shardings=shardings)(key)
+    make = _make(model, optimizer, precision, batch, seed)
+    shardings = state_shardings(jax.eval_shape(make), layout)
+    return jax.jit(make, out_shardings=shardings)()
 
 
-def _make(model: Model, optimizer: optax.GradientTransformation, precision: Precision, batch: Batch) -> Any:
-    def make(key: jax.Array) -> TrainState:
-        params = model.init(key, batch)
+def _make(
+    model: Model, optimizer: optax.GradientTransformation, precision: Precision, batch: Batch, seed: int
+) -> Callable[[], TrainState]:
+    def make() -> TrainState:
+        # The key is made in here: nothing may be computed where the devices exist on paper only.
+        params = model.init(jax.random.key(seed), batch)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), LossScale.start(precision))
 
     return make

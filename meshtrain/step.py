@@ -15,6 +15,7 @@ from meshtrain.activations import Placed, placed
 from meshtrain.adapters import Batch, LossSum, Model
 from meshtrain.errors import ConfigError
 from meshtrain.mesh import batch_axes, batch_spec, manual_axes, num_batch_shards, sum_axes
+from meshtrain.optim import global_norm
 from meshtrain.state import TrainState, state_shardings
 from meshtrain.zero import Arrays, Zero, batch_sum, from_view, to_view
 
@@ -59,7 +60,7 @@ def make_train_step(
 
         divisor = unit * jnp.maximum(tokens, 1.0)
         grads = {path: grad / divisor for path, grad in from_view(grads, layout).items()}
-        grad_norm = optax.global_norm(grads)
+        grad_norm = global_norm(grads)
         finite = jnp.isfinite(grad_norm)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

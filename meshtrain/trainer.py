@@ -142,6 +142,7 @@ def train(config: Config, progress: Progress | None = None) -> Result:
             open_sinks(config.log, run.path, resume_step=first, enabled=is_main, config=dumped)
         )
         stop = stack.enter_context(stop_on_signal())
+        progress.start(first)
         loop = Loop(job, run, checkpoints, sinks, stack.enter_context(progress), stop)
         return loop.run_from(state, first)
 
@@ -246,7 +247,6 @@ class Loop:
         """Trains from update `first` on."""
         total = self.config.train.steps
         sharding = self.job.engine.batch_sharding
-        self.progress.start(first)
         in_flight: collections.deque[tuple[int, Any]] = collections.deque()
         step = first
         with prefetch(

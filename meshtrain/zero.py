@@ -88,7 +88,7 @@ class Zero:
 
     def _reduce_late(self, grad: jax.Array, leaf: LeafLayout) -> jax.Array:
         if leaf.zero_dim is None:
-            return batch_sum(grad.astype(self.precision.reduce), sum_axes(self.layout.mesh)).astype(jnp.float32)
+            return all_reduce(grad.astype(self.precision.reduce), leaf, sum_axes(self.layout.mesh)).astype(jnp.float32)
         if self.stage <= 1:
             return reduce_grad(grad, leaf, self.precision, self._other_axes)
         return grad
@@ -217,11 +217,20 @@ def reduce_scatter(whole: jax.Array, leaf: LeafLayout) -> jax.Array:
 def reduce_grad(grad: jax.Array, leaf: LeafLayout, precision: Precision, other_axes: tuple[str, ...]) -> jax.Array:
     """A whole local gradient, reduced in `precision.reduce` to this device's float32 shard."""
     shard = reduce_scatter(grad.astype(precision.reduce), leaf)
-    return batch_sum(shard, other_axes).astype(jnp.float32)  # replicas last, when only a shard is left to sum
+    if other_axes:  # replicas last, when only a shard is left to sum
+        shard = _over_model(lambda x: jax.lax.psum(x, other_axes), shard, leaf.view_spec, leaf.view_spec)
+    return shard.astype(jnp.float32)
+
+
+def all_reduce(grad: jax.Array, leaf: LeafLayout, axes: tuple[str, ...]) -> jax.Array:
+    """Sums a whole array over manual axes, given the ones of more than one device."""
+    if not axes:
+        return grad
+    return _over_model(lambda x: jax.lax.psum(x, axes), grad, leaf.compute_spec, leaf.compute_spec)
 
 
 def batch_sum(values: T, axes: tuple[str, ...]) -> T:
-    """Sums arrays over manual axes, given the ones of more than one device (XLA rejects a sum over no device)."""
+    """Sums scalars over manual axes, given the ones of more than one device (XLA rejects a sum over no device)."""
     return jax.lax.psum(values, axes) if axes else values
 
 

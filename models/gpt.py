@@ -27,7 +27,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"mlp/up/bias", P("model")),
     (r"mlp/down/kernel", P("model", None)),
     (r"wte/embedding", P("model", None)),  # vocabulary parallel, for the lookup and (tied) the logits
-    (r"(out|down)/bias", P()),  # added after the sum over `model`
+    (r"(attn|mlp)/bias", P()),  # of the branch's output: added once, after the sum over `model`
     (r"ln_[12f]/(scale|bias)", P()),
     (r"wpe/embedding", P()),
 )
@@ -47,13 +47,14 @@ class GPTConfig:
     seq_len: int = 1024
     vocab_multiple: int = 128
     dropout: float = 0.0
+    unroll: int = 1  # layers per iteration of the scan: more is faster for small models, and slower to compile
     loss_chunks: int = 1  # parts of the sequence whose logits are computed one after the other
     dtype: str = "float32"
     remat: Literal["none", "dots", "full"] = "none"
     kernel: Kernel = "auto"
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "dim", "num_heads", "vocab_size", "seq_len", "vocab_multiple", "loss_chunks"):
+        for field in ("num_layers", "dim", "num_heads", "vocab_size", "seq_len", "vocab_multiple", "unroll", "loss_chunks"):
             if getattr(self, field) < 1:
                 raise ModelError(f"GPT: {field}={getattr(self, field)} must be at least 1")
         if self.dim % self.num_heads:
@@ -74,8 +75,8 @@ def _gpt(dim: int, num_layers: int, num_heads: int, **rest: Any) -> GPTConfig:
 
 
 PRESETS = {
-    "tiny": _gpt(128, 4, 4, vocab_size=256, seq_len=256),
-    "small-bytes": _gpt(384, 6, 6, vocab_size=256, seq_len=512),
+    "tiny": _gpt(128, 4, 4, vocab_size=256, seq_len=256, unroll=4),
+    "small-bytes": _gpt(384, 6, 6, vocab_size=256, seq_len=512, unroll=6),
     "gpt2-small": _gpt(768, 12, 12),  # Radford et al. 2019, table 2
     "gpt2-medium": _gpt(1024, 24, 16),
     "gpt2-large": _gpt(1280, 36, 20),
@@ -101,16 +102,17 @@ class Attention(nnx.Module):
             config.dim, (3, heads, head_dim), kernel_init=_normal(), dtype=jnp.dtype(config.dtype), rngs=rngs
         )
         self.out = nnx.LinearGeneral(
-            (heads, head_dim), config.dim, axis=(-2, -1), kernel_init=_residual_init(config),
+            (heads, head_dim), config.dim, axis=(-2, -1), use_bias=False, kernel_init=_residual_init(config),
             dtype=jnp.dtype(config.dtype), rngs=rngs,
         )  # fmt: skip
+        self.bias = nnx.Param(jnp.zeros(config.dim))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]"""
         qkv_BT3HK = self.qkv(x_BTD)
         q_BTHK, k_BTHK, v_BTHK = (qkv_BT3HK[:, :, i] for i in range(3))
-        out_BTD: jax.Array = self.out(attention(q_BTHK, k_BTHK, v_BTHK, kernel=self.kernel))
-        return out_BTD
+        out_BTD = self.out(attention(q_BTHK, k_BTHK, v_BTHK, kernel=self.kernel))
+        return _add_bias(name(out_BTD, "branch_out"), self.bias)
 
 
 class MLP(nnx.Module):
@@ -119,13 +121,15 @@ class MLP(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dtype = jnp.dtype(config.dtype)
         self.up = nnx.Linear(config.dim, 4 * config.dim, kernel_init=_normal(), dtype=dtype, rngs=rngs)
-        self.down = nnx.Linear(4 * config.dim, config.dim, kernel_init=_residual_init(config), dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(
+            4 * config.dim, config.dim, use_bias=False, kernel_init=_residual_init(config), dtype=dtype, rngs=rngs
+        )
+        self.bias = nnx.Param(jnp.zeros(config.dim))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]"""
         h_BTF = jax.nn.gelu(self.up(x_BTD), approximate=True)
-        out_BTD: jax.Array = self.down(h_BTF)
-        return out_BTD
+        return _add_bias(name(self.down(h_BTF), "branch_out"), self.bias)
 
 
 class Block(nnx.Module):
@@ -141,8 +145,8 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]"""
-        x_BTD = self._residual(x_BTD, self.attn(self.ln_1(x_BTD)))
-        return self._residual(x_BTD, self.mlp(self.ln_2(x_BTD)))
+        x_BTD = self._residual(x_BTD, self.attn(name(self.ln_1(x_BTD), "branch_in")))
+        return self._residual(x_BTD, self.mlp(name(self.ln_2(x_BTD), "branch_in")))
 
     def _residual(self, x_BTD: jax.Array, update_BTD: jax.Array) -> jax.Array:
         if self.dropout is not None:
@@ -183,14 +187,20 @@ class GPT(nnx.Module):
 
     def _hidden(self, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
         """The residual stream after the last norm, [B, T, D]."""
-        x_BTD = jnp.take(table_VD, tokens_BT, axis=0) + self.wpe(jnp.arange(tokens_BT.shape[1]))
+        x_BTD = name(jnp.take(table_VD, tokens_BT, axis=0), "branch_out")
+        x_BTD = x_BTD + self.wpe.embedding[...][: tokens_BT.shape[1]].astype(x_BTD.dtype)
         if self.dropout is not None:
             x_BTD = self.dropout(x_BTD)
         x_BTD = name(x_BTD, "residual")
         run = _rematerialized(self.config.remat)
-        x_BTD = nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x_BTD)
-        hidden_BTD: jax.Array = self.ln_f(x_BTD)
-        return hidden_BTD
+        scan = nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, unroll=self.config.unroll)
+        x_BTD = scan(self.blocks, x_BTD)
+        return name(self.ln_f(x_BTD), "branch_in")
+
+
+def _add_bias(x_BTD: jax.Array, bias: nnx.Param[jax.Array]) -> jax.Array:
+    """Adds a row-parallel branch's bias outside of the layer: what is summed over `model` may be cut right away."""
+    return x_BTD + bias[...].astype(x_BTD.dtype)
 
 
 def _rematerialized(remat: str) -> Any:

@@ -1,0 +1,118 @@
+"""Every layout computes what one device computes: ZeRO stages, meshes and microbatches against a hand-written step."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.state import state_bytes_per_device
+from meshtrain.step import make_gradients
+from tests.tiny_gpt import ByHand, host, make_batch, make_engine
+
+MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
+STEPS = 20
+
+
+@functools.cache
+def by_hand() -> list[tuple[float, float]]:
+    return ByHand().train(STEPS)
+
+
+@functools.cache
+def gradients_by_hand() -> dict[str, np.ndarray]:
+    return ByHand().gradients(make_batch())
+
+
+@functools.cache
+def initial_params() -> dict[str, np.ndarray]:
+    params = make_engine(1, 1, 0).init().params
+    return {path: np.asarray(value) for path, value in params.items()}
+
+
+def check_history(data: int, model: int, stage: int, num_microbatches: int, **rest) -> None:
+    engine = make_engine(data, model, stage, num_microbatches, **rest)
+    state = engine.init()
+    for i, (loss, grad_norm) in enumerate(by_hand()):
+        state, metrics = engine.step(state, make_batch(i))
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5), f"loss of update {i}"
+        assert float(metrics["grad_norm"]) == pytest.approx(grad_norm, rel=1e-5), f"gradient norm of update {i}"
+        assert float(metrics["tokens"]) == make_batch(i)["weights"].sum()
+    assert int(state.step) == STEPS
+
+
+def test_the_clip_bites() -> None:
+    """Else the test below would not see a norm that is wrong by a factor."""
+    assert all(grad_norm > 0.5 for _, grad_norm in by_hand()[:5])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_stage_trains_as_one_device(stage: int) -> None:
+    check_history(4, 2, stage, num_microbatches=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_every_layout_trains_as_one_device(data: int, model: int, stage: int, num_microbatches: int) -> None:
+    check_history(data, model, stage, num_microbatches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("data", "model"), [(1, 8), (4, 2)])
+def test_sequence_parallelism_trains_as_one_device(data: int, model: int, stage: int) -> None:
+    check_history(data, model, stage, 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "stage", "num_microbatches"), [(4, 2, 0, 4), (8, 1, 1, 1), (4, 2, 2, 2), (2, 4, 3, 2)]
+)
+def test_every_gradient_leaf(data: int, model: int, stage: int, num_microbatches: int) -> None:
+    engine = make_engine(data, model, stage, num_microbatches)
+    state = engine.init()
+    from meshtrain.zero import from_view, to_view
+
+    gradients = make_gradients(engine.model, engine.zero, engine.step_config)
+
+    def mean_gradients(params, batch):
+        _, tokens, grads = gradients(to_view(params, engine.layout), batch, 0, 1.0)
+        return {path: grad / tokens for path, grad in from_view(grads, engine.layout).items()}
+
+    with jax.set_mesh(engine.mesh):
+        grads = host(jax.jit(mean_gradients)(state.params, engine.shard(make_batch())))
+    expected = gradients_by_hand()
+    assert grads.keys() == expected.keys()
+    largest = max(np.abs(value).max() for value in expected.values())
+    for path, value in grads.items():
+        # float32 sums in another order: an error of a part of the whole gradient, not of an element near zero
+        np.testing.assert_allclose(value, expected[path], rtol=1e-5, atol=1e-6 * largest, err_msg=path)
+
+
+@pytest.mark.parametrize(("data", "model"), MESHES)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_initial_parameters_are_bit_equal_on_every_mesh(data: int, model: int, stage: int) -> None:
+    params = make_engine(data, model, stage).init().params
+    for path, value in initial_params().items():
+        assert np.asarray(params[path]).tobytes() == value.tobytes(), path
+
+
+@pytest.mark.parametrize(("data", "model"), [(8, 1), (4, 2), (2, 4)])
+def test_state_bytes_are_the_papers(data: int, model: int) -> None:
+    """ZeRO table 1: stages >= 1 divide the whole state by the data degree (ours rests parameters sharded as well)."""
+    for stage in (0, 1, 2, 3):
+        engine = make_engine(data, model, stage)
+        layout = engine.layout
+        in_model = {
+            path: np.prod(leaf.shape) // (model if "model" in str(leaf.compute_spec) else 1)
+            for path, leaf in layout.leaves.items()
+        }
+        parts = 1 if stage == 0 else data
+        scalars = 4 * 4  # step, Adam's count, the loss scale and its count
+        expected = sum(3 * 4 * size // parts for size in in_model.values()) + scalars
+        assert state_bytes_per_device(engine.abstract_state()) == expected
+        if stage:
+            assert not [leaf.path for leaf in layout.leaves.values() if leaf.zero_dim is None]
+        held = sum(shard.data.nbytes for leaf in jax.tree.leaves(engine.init()) for shard in leaf.addressable_shards[:1])
+        assert held == expected
