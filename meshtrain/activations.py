@@ -2,8 +2,8 @@
 
     x = name(x + attention(x), "residual")
 
-Without a rule `name` is the identity, so a model that uses it is still plain single-device code. The step sets the rules
-while it traces the model:
+Without a rule `name` is the identity, so a model that uses it is still plain single-device code. The step sets the
+rules while it traces the model:
 
     with placed(SEQUENCE_PARALLEL):
         loss(model, batch)
@@ -26,7 +26,7 @@ _CUT = P(None, "model", None)
 
 # Megatron's sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between the tensor-parallel branches the
 # residual stream is cut along its sequence dim. `branch_in` is the paper's g: gathered forward, reduce-scattered
-# backward; `branch_out` is its conjugate. Both ends are said, since the compiler, given one, may gather a weight instead.
+# backward; `branch_out` is its conjugate. Both ends are said: given one, the compiler may gather a weight instead.
 SEQUENCE_PARALLEL: Placed = {
     "residual": (_CUT,),
     "branch_in": (_CUT, _WHOLE),
@@ -53,7 +53,8 @@ def name(x: jax.Array, point: str) -> jax.Array:
 
     * "residual": the residual stream;
     * "branch_in": what enters a tensor-parallel branch (after the norm, before the column-parallel layer);
-    * "branch_out": what leaves one (a row-parallel layer's or a vocabulary-parallel lookup's result, before it is added).
+    * "branch_out": what leaves one (the result of a row-parallel layer or a vocabulary-parallel lookup, before it is
+      added).
     """
     for spec in _placed.get().get(point, ()):
         x = jax.lax.with_sharding_constraint(x, P(*(None,) * (x.ndim - len(spec)), *spec))

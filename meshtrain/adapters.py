@@ -103,7 +103,7 @@ def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Batch
     """
     if isinstance(build, nnx.Module):
         raise ModelError("from_nnx takes a function that builds the module: lambda rngs: MyModel(rngs=rngs)")
-    build = _unplaced(build)
+    build = _traceable(build)
     abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     if not isinstance(abstract, nnx.Module):
         raise ModelError(f"from_nnx: the function built a {type(abstract).__name__}, not an nnx.Module")
@@ -130,14 +130,23 @@ def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Batch
     return Model(init, apply)
 
 
-def _unplaced(build: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
-    """The same without nnx's own sharding of annotated parameters, which looks for a mesh with the axes they name."""
+def _traceable(build: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
+    """The same where it is traced.
 
-    def unplaced(rngs: nnx.Rngs) -> nnx.Module:
+    Without nnx's own sharding of annotated parameters, which looks for a mesh with the axes that they name; and with
+    plain arrays among a module's attributes marked as data, which nnx does itself outside a trace only.
+    """
+
+    def traceable(rngs: nnx.Rngs) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            return build(rngs)
+            module = build(rngs)
+        for _, node in list(nnx.iter_graph(module)):
+            for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
+                if isinstance(value, jax.Array):
+                    setattr(node, name, nnx.data(value))
+        return module
 
-    return unplaced
+    return traceable
 
 
 def _refuse_mutable_state(module: nnx.Module) -> None:
@@ -169,7 +178,7 @@ def _make_params_self_reading(module: nnx.Module) -> None:
 
 def _split(module: nnx.Module) -> Any:
     """Graph, parameters, random streams and the rest of a module."""
-    return nnx.split(module, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]  # flax types at most three filters
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 def _constants(build: Callable[[nnx.Rngs], nnx.Module]) -> Any:

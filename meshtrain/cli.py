@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     sys.path.insert(0, os.getcwd())  # a model of the user's own, named by model.target, lies beside the config
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()  # a reader that has gone shows here, not when the interpreter ends
+        return code
     except UserError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
         return EXIT_USER_ERROR
@@ -42,6 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+class _Console(Console):
+    """A console that leaves it to `main` what happens when the reader of its output goes away."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while a `BrokenPipeError` is handled."""
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +93,7 @@ def _train(args: argparse.Namespace) -> int:
     config = _load(args)
     result = train(config)
     if config.log.progress != "none":
-        Console().print(_summary(config, args.config, result))
+        _Console().print(_summary(config, args.config, result))
     if result.outcome != "stopped":
         return 0
     return EXIT_STOPPED if result.signum == signal.SIGTERM else 128 + result.signum
@@ -91,7 +101,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _layout(args: argparse.Namespace) -> int:
     layout = build(_load(args)).engine.layout
-    console = Console()
+    console = _Console()
     if console.is_terminal:
         console.print(layout.table())
     else:
@@ -100,7 +110,7 @@ def _layout(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    console = Console()
+    console = _Console()
     if args.config is not None:
         console.print(dump(_load(args)), end="", markup=False, highlight=False, soft_wrap=True)
         return 0

@@ -1,15 +1,15 @@
 """One call from a model, rules and a mesh to a sharded training step: the counterpart of `deepspeed.initialize`.
 
-    engine = initialize(model, batch, mesh=make_mesh(model=2), rules=RULES, optimizer=optax.adamw(1e-3), stage=2)
-    state = engine.init()
-    state, metrics = engine.step(state, batch)
+engine = initialize(model, batch, mesh=make_mesh(model=2), rules=RULES, optimizer=optax.adamw(1e-3), stage=2)
+state = engine.init()
+state, metrics = engine.step(state, batch)
 """
 
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from meshtrain.step import (
 )
 from meshtrain.zero import Zero
 
-Optimizer = optax.GradientTransformation | Callable[[Layout], optax.GradientTransformation]
+Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Layout], optax.GradientTransformation]
 
 
 class LayoutWarning(UserWarning):
@@ -44,7 +44,7 @@ class LayoutWarning(UserWarning):
 class Engine:
     """A model laid out on a mesh: makes its state, steps it, evaluates it.
 
-    `batch` gives the shapes of the global batch; batches handed to `step` are host arrays or global `jax.Array`s of them.
+    `batch` gives the shapes of the global batch; `step` takes host arrays or global `jax.Array`s of these shapes.
     """
 
     model: Model
@@ -113,9 +113,7 @@ class Engine:
 
     def lower(self) -> Any:
         """The training step lowered for this mesh, for `.compile()` and its memory analysis. Computes nothing."""
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), self.batch
-        )
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), self.batch)
         with jax.set_mesh(self.mesh):
             return self.jitted_step.lower(self.abstract_state(), batch)  # type: ignore[attr-defined]
 

@@ -29,8 +29,8 @@ class StepConfig:
     Attributes:
         num_microbatches: parts that each device cuts its batch into; they are computed one after the other.
         seed: of everything random in the step (dropout).
-        regather: recompute all but matrix products in the backward pass. For ZeRO-3 of a model without remat of its own:
-            what is kept for the backward pass then holds no gathered weight.
+        regather: recompute all but matrix products in the backward pass. For ZeRO-3 of a model without remat of its
+            own: what is kept for the backward pass then holds no gathered weight.
         activations: activation rules by name, see `meshtrain.activations`.
     """
 
@@ -88,7 +88,9 @@ def make_gradients(
     Gradients come back as views of the storage layout, float32, summed over the batch axes.
     """
     mesh = zero.layout.mesh
-    loss_fn = jax.checkpoint(model.loss, policy=jax.checkpoint_policies.dots_saveable) if config.regather else model.loss
+    loss_fn = model.loss
+    if config.regather:
+        loss_fn = jax.checkpoint(model.loss, policy=jax.checkpoint_policies.dots_saveable)
 
     def local_gradients(
         shards: Arrays, batch: Batch, step: jax.Array, unit: jax.Array

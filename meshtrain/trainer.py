@@ -1,7 +1,7 @@
 """The training loop: config in, checkpoints and figures out. Each stage is a function that can be called alone.
 
-    config = load("examples/gpt_tiny.yaml")
-    result = train(config)
+config = load("examples/gpt_tiny.yaml")
+result = train(config)
 """
 
 import collections
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import jax
 
-from meshtrain.checkpoint import Checkpointer
+from meshtrain.checkpoint import JSON, Checkpointer
 from meshtrain.config import Config
 from meshtrain.data import Batches, EvalBatches, TokenSource, open_source, prefetch, to_global, unigram_entropy
 from meshtrain.engine import Engine, initialize, param_shapes
@@ -138,9 +138,7 @@ def train(config: Config, progress: Progress | None = None) -> Result:
         if first >= config.train.steps:
             return _finish(job, run, state, "already complete")
         dumped = config.model_dump(mode="json")
-        sinks = stack.enter_context(
-            open_sinks(config.log, run.path, resume_step=first, enabled=is_main, config=dumped)
-        )
+        sinks = stack.enter_context(open_sinks(config.log, run.path, resume_step=first, enabled=is_main, config=dumped))
         stop = stack.enter_context(stop_on_signal())
         progress.start(first)
         loop = Loop(job, run, checkpoints, sinks, stack.enter_context(progress), stop)
@@ -208,7 +206,7 @@ class StopFlag:
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopFlag]:
-    """While inside, SIGTERM and SIGINT set a flag; the handler does nothing else. A second SIGINT interrupts at once."""
+    """While inside, SIGTERM and SIGINT set a flag, and nothing else. A second SIGINT interrupts at once."""
     flag = StopFlag()
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -319,7 +317,7 @@ class Loop:
 
     def _save(self, step: int, state: TrainState) -> None:
         with self.throughput.paused():
-            meta = {
+            meta: dict[str, JSON] = {
                 "fingerprint": self.job.source.fingerprint,
                 "config": self.config.model_dump(mode="json"),
                 "mesh": dict(self.job.engine.mesh.shape),
@@ -355,9 +353,7 @@ def _finish(job: Job, run: Run, state: TrainState, outcome: Outcome, val_loss: f
     tokens = job.source.tokens if job.source.val is None else job.source.val
     per_byte = job.source.bytes_per_token
     bits = None if per_byte is None or math.isnan(val_loss) else val_loss / math.log(2) / per_byte
-    return Result(
-        outcome, int(state.step), math.nan, val_loss, math.nan, unigram_entropy(tokens), bits, run.path
-    )
+    return Result(outcome, int(state.step), math.nan, val_loss, math.nan, unigram_entropy(tokens), bits, run.path)
 
 
 def _flops_per_token(job: Job) -> float:

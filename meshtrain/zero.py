@@ -11,7 +11,7 @@ each collective is written out. Psi is the number of parameters, M the number of
       3   | gathered where each is read, in the| reduce-scattered by the transpose of        | 2M + M
           | forward and the backward pass      | that gather                                 |
 
-For stages 1 to 3 the state rests in one and the same layout (`layout.py`): the stage is a choice of flow, not of format.
+For stages 1 to 3 the state rests in one and the same layout (`layout.py`): the stage chooses a flow, not a format.
 Weights are gathered in `precision.compute`, gradients reduced in `precision.reduce` and accumulated in float32.
 
 The flow, in the order of a step: `gather_early` -> `differentiated` -> `weights` (what the model reads) -> the
@@ -170,7 +170,7 @@ def _attach_bwd(
     return jnp.zeros_like(grad), reduce_grad(grad, leaf, precision, other_axes)
 
 
-_attach.defvjp(lambda whole, shard, leaf, precision, other_axes: (whole, None), _attach_bwd)
+_attach.defvjp(lambda whole, shard, *static: (whole, None), _attach_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -184,7 +184,7 @@ def _gather_bwd(
     return (reduce_grad(grad, leaf, precision, other_axes),)
 
 
-_gather.defvjp(lambda shard, leaf, precision, other_axes: (_gather(shard, leaf, precision, other_axes), None), _gather_bwd)
+_gather.defvjp(lambda shard, *static: (_gather(shard, *static), None), _gather_bwd)
 
 
 # ---------------------------------------------------------------- the collectives

@@ -54,9 +54,10 @@ class GPTConfig:
     kernel: Kernel = "auto"
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "dim", "num_heads", "vocab_size", "seq_len", "vocab_multiple", "unroll", "loss_chunks"):
-            if getattr(self, field) < 1:
-                raise ModelError(f"GPT: {field}={getattr(self, field)} must be at least 1")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise ModelError(f"GPT: {field.name}={value} must be at least 1")
         if self.dim % self.num_heads:
             raise ModelError(f"GPT: num_heads={self.num_heads} does not divide dim={self.dim}")
         if self.seq_len % self.loss_chunks:
@@ -93,7 +94,7 @@ PRESETS = {
 
 
 class Attention(nnx.Module):
-    """Causal self-attention. q, k and v are a dim of their own in one kernel [D, 3, H, K]: splitting them moves nothing."""
+    """Causal self-attention. q, k and v are a dim of their own in one kernel [D, 3, H, K]: a split moves nothing."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         heads, head_dim = config.num_heads, config.dim // config.num_heads

@@ -130,10 +130,12 @@ def test_cudnn_attends_inside_a_manual_model_axis(kernels: list[tuple[str, int]]
     """The kernel sees the heads of one device, and all of them where there is no mesh."""
     x = jnp.zeros((8, 4, 2, 64), jnp.bfloat16)
     attention(x, x, x)
-    with jax.set_mesh(make_mesh(4, 2)):
-        out = jax.jit(attention)(x, x, x)
+    mesh = make_mesh(4, 2)
+    cut = jax.device_put(x, NamedSharding(mesh, P("data", None, "model", None)))
+    with jax.set_mesh(mesh):
+        out = jax.jit(attention)(cut, cut, cut)
     assert kernels == [("cudnn", 2), ("cudnn", 1)]
-    assert out.shape == x.shape
+    assert out.sharding.shard_shape(out.shape) == (2, 4, 1, 64)  # and the batch stays cut over `data`
 
 
 def test_auto_on_a_cpu_is_xla() -> None:

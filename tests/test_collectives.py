@@ -135,7 +135,7 @@ def test_model_axis_has_megatrons_all_reduces_and_no_weight(data: int, model: in
     # Where ZeRO-3 gathers again for the backward pass, it also computes the lookup and the loss's sums again.
     again = stage == 3
     assert whole == m * (4 * LAYERS + 1 + 1 + again)
-    # The loss: the largest logit, the normalizer and the target's logit of each token. Then the gradient norm's scalars.
+    # The loss: the largest logit, the normalizer and the target's logit of each token; then the norm's scalars.
     rest = sum(c.bytes % activation * c.count for c in found)
     assert 3 * m * per_token <= rest <= (5 if again else 3) * m * per_token + 4 * 64
 
@@ -148,7 +148,7 @@ def test_sequence_parallelism_gathers_activations_and_no_weight() -> None:
     found = [c for c in compiled(2, 4, 1, 1, sequence_parallel=True) if c.axis == "model"]
     activation = BATCH // 2 * SIZES.seq_len * SIZES.dim * 4
     gathers = [c for c in found if c.op == "all-gather"]
-    positions = SIZES.seq_len * SIZES.dim * 4  # the gradient of the position table, whose rows lie where the sequence is
+    positions = SIZES.seq_len * SIZES.dim * 4  # the gradient of the position table, cut as the sequence is
     assert {c.bytes for c in gathers} <= {activation, positions}
     assert sum(c.count for c in gathers if c.in_loop) == 4 * LAYERS
     sums = [c for c in found if c.op == "all-reduce" and c.in_loop]

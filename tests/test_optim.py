@@ -421,7 +421,7 @@ def test_state_mirrors_parameters_by_path(name: str) -> None:
         for path in paths:
             mirrored.add(path)
             if leaf.shape != params[path].shape:
-                assert name == "adafactor" and leaf.ndim < params[path].ndim or leaf.size <= LAYERS, keys
+                assert (name == "adafactor" and leaf.ndim < params[path].ndim) or leaf.size <= LAYERS, keys
         if leaf.dtype == jnp.bfloat16:
             assert leaf.shape == params[paths[0]].shape
     assert mirrored == set(params)

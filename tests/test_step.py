@@ -104,7 +104,8 @@ def test_nan_on_one_shard_skips_the_update_everywhere(stage: int) -> None:
     state, metrics = engine.step(state, bad)
     assert float(metrics["skipped"]) == 1
     after = host(state)
-    for old, new in zip(jax.tree.leaves((before.params, before.opt_state)), jax.tree.leaves((after.params, after.opt_state))):
+    kept = [jax.tree.leaves((state.params, state.opt_state)) for state in (before, after)]
+    for old, new in zip(*kept, strict=True):
         assert old.tobytes() == new.tobytes()
     assert int(after.step) == int(before.step) + 1
     state, metrics = engine.step(state, batch)
@@ -161,9 +162,8 @@ def test_16_bit_stages_agree(compute: str, tolerance: float) -> None:
 
 
 @functools.cache
-def dropout_losses(data: int, model: int, stage: int, num_microbatches: int = 1, remat: str = "none") -> tuple[float, ...]:
-    sizes = dataclasses.replace(DROPOUT, remat=remat)
-    engine = make_engine(data, model, stage, num_microbatches, sizes=sizes)
+def dropout_losses(data: int, model: int, stage: int, remat: str = "none") -> tuple[float, ...]:
+    engine = make_engine(data, model, stage, sizes=dataclasses.replace(DROPOUT, remat=remat))
     state, losses = engine.init(), []
     for i in range(3):
         state, metrics = engine.step(state, make_batch(i))
@@ -180,25 +180,19 @@ def test_dropout_depends_on_the_data_size_alone(model: int, stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_repeats_the_dropout_mask(remat: str) -> None:
-    np.testing.assert_allclose(dropout_losses(2, 2, 1, 1, remat), dropout_losses(2, 2, 1), rtol=1e-6)
+    np.testing.assert_allclose(dropout_losses(2, 2, 1, remat), dropout_losses(2, 2, 1), rtol=1e-6)
 
 
 def test_dropout_differs_by_step_microbatch_and_data_index() -> None:
-    """One row repeated: without independent masks its copies would all have the same loss."""
+    """Four copies of one record, of which one counts: without independent masks, all would have the same loss."""
     engine = make_engine(2, 1, 1, 2, sizes=DROPOUT, optimizer=optax.sgd(0.0), batch=4)
-    row = {name: value[:1] for name, value in make_batch(batch=4).items()}
-    one_row = [{name: np.where(np.arange(4).reshape(4, *[1] * (v.ndim - 1)) == i, v, 0 * v) for name, v in row.items()} for i in range(4)]
+    copies = {name: np.repeat(value[:1], 4, axis=0) for name, value in make_batch(batch=4).items()}
     state, losses = engine.init(), []
-    for i in range(4):  # row i alone counts: data index i // 2, microbatch i % 2
-        batch = {name: np.repeat(value, 4, 0) for name, value in row.items()}
-        batch["weights"] = one_row[i]["weights"]
-        fresh = dataclasses.replace(state, step=jnp.zeros_like(state.step))
-        state, metrics = engine.step(fresh, batch)
+    for step, row in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 3)):  # row: data index row // 2, microbatch row % 2
+        batch = copies | {"weights": copies["weights"] * (np.arange(4) == row)[:, None].astype(np.float32)}
+        at_step = dataclasses.replace(state, step=jnp.full_like(state.step, step))
+        state, metrics = engine.step(at_step, batch)
         losses.append(float(metrics["loss"]))
-    batch = {name: np.repeat(value, 4, 0) for name, value in row.items()}
-    batch["weights"] = one_row[3]["weights"]
-    state, metrics = engine.step(state, batch)  # the next step
-    losses.append(float(metrics["loss"]))
     assert len({round(loss, 4) for loss in losses}) == 5, losses
 
 

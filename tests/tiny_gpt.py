@@ -1,4 +1,4 @@
-"""A GPT of a few thousand weights on any mesh, and the same training written by hand on one device, without meshtrain."""
+"""A GPT of a few thousand weights on any mesh, and the same training by hand: one device, nothing of meshtrain."""
 
 import dataclasses
 from typing import Any

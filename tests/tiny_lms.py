@@ -1,4 +1,4 @@
-"""Language models of a few thousand weights, written with stock modules three ways, and rules for them.
+"""Language models of a few thousand weights, written with stock modules three ways, their rules, and what checks them.
 
 Shapes: B batch, T sequence, D model width, H heads, V vocabulary, L layers.
 """
@@ -10,10 +10,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from meshtrain import Model, cross_entropy, from_function, from_linen, from_nnx
+from meshtrain import Engine, Model, cross_entropy, from_function, from_linen, from_nnx, initialize, make_mesh
+from meshtrain.step import make_gradients
+from meshtrain.zero import from_view, to_view
 
 B, T, D, H, F, V, L = 16, 8, 16, 4, 32, 32, 2
 
@@ -177,3 +180,45 @@ def with_params(module: Any, params: dict[str, jax.Array]) -> Any:
     graph, state, rest = nnx.split(module, nnx.Param, ...)
     flat = [(path, var.replace(params["/".join(map(str, path))])) for path, var in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat), rest)
+
+
+# ---------------------------------------------------------------- checks
+
+X = {"x": np.random.default_rng(0).normal(size=(B, D)).astype(np.float32)}
+
+
+def make_engine(
+    model: Model, batch: Any, stage: int, mesh: tuple[int, int] = (4, 2), rules: Any = ((".*", P()),), **rest: Any
+) -> Engine:
+    """A model on the first devices of the machine, with an optimizer that compiles fast."""
+    made = make_mesh(*mesh, jax.devices()[: mesh[0] * mesh[1]])
+    return initialize(model, batch, mesh=made, rules=rules, optimizer=optax.sgd(0.1, momentum=0.9), stage=stage, **rest)
+
+
+def gradients(engine: Engine, params: Any, batch: Any) -> tuple[float, dict[str, np.ndarray]]:
+    """Mean loss and its gradients by path, from the engine's own step."""
+    local = make_gradients(engine.model, engine.zero, engine.step_config)
+
+    def mean(params: Any, batch: Any) -> Any:
+        loss_sum, tokens, grads = local(to_view(params, engine.layout), batch, jnp.zeros((), jnp.int32), 1.0)
+        return loss_sum / tokens, {path: grad / tokens for path, grad in from_view(grads, engine.layout).items()}
+
+    with jax.set_mesh(engine.mesh):
+        placed = jax.device_put(params, engine.layout.shardings())
+        loss, grads = jax.jit(mean)(placed, engine.shard(batch))
+    return float(loss), {path: np.asarray(grad) for path, grad in grads.items()}
+
+
+def initial(model: Model, batch: Any) -> dict[str, np.ndarray]:
+    """The initial parameters by path."""
+    params = jax.jit(lambda key: model.init(key, batch))(jax.random.key(0))
+    return {path: np.asarray(value) for path, value in params.items()}
+
+
+def assert_close(grads: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """The same gradients, up to float32 sums in another order."""
+    assert grads.keys() == expected.keys()
+    largest = max(np.abs(value).max() for value in expected.values())
+    for path, value in expected.items():
+        # float32 sums in another order: an error of a part of the whole gradient, not of an element near zero
+        np.testing.assert_allclose(grads[path], value, rtol=1e-5, atol=1e-6 * largest, err_msg=path)

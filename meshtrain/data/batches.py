@@ -62,7 +62,7 @@ def count_records(num_tokens: int, seq_len: int, what: str = "the source", cure:
 
 def _abstract(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
     dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
-    return {name: jax.ShapeDtypeStruct((global_batch, seq_len), dtype) for name, dtype in dtypes.items()}  # type: ignore[no-untyped-call]
+    return {name: jax.ShapeDtypeStruct((global_batch, seq_len), dtype) for name, dtype in dtypes.items()}
 
 
 def _check(tokens: NDArray[Any], seq_len: int, global_batch: int) -> None:
