@@ -288,9 +288,11 @@ _Loader.add_constructor(f"{_YAML_TAG}int", _Loader.construct_yaml_int)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around what `_Loader` would not read as text."""
+    """Puts quotes around what `_Loader`, or another program's YAML 1.1 loader, would not read as text."""
 
-    yaml_implicit_resolvers = _resolvers()
+    yaml_implicit_resolvers = {
+        first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *ours] for first, ours in _resolvers().items()
+    }
 
 
 def _parse_yaml(text: str, where: str) -> Any:

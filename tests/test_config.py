@@ -4,7 +4,7 @@ import contextlib
 import re
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pydantic
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtrain.config import MAX_BYTES, Config, Section, dump, fields, load, validate
-from meshtrain.errors import ConfigError, UserError
+from meshtrain.errors import ConfigError
 
 
 @pytest.fixture
@@ -270,10 +270,6 @@ def test_every_problem_is_told_up_to_ten(read: Any, tmp_path: Path) -> None:
     assert len(lines) == 11 and lines[-1].endswith("and 4990 more problems")
 
 
-def test_all_errors_are_user_errors() -> None:
-    assert issubclass(ConfigError, UserError) and issubclass(UserError, ValueError)
-
-
 # ---------------------------------------------------------------- hostile files
 
 BOMB = "a: &a [x, x, x, x]\n" + "".join(
@@ -476,6 +472,8 @@ def test_dump_and_load_return_the_same_config(tmp_path: Path, **drawn: Any) -> N
     path.write_text(dump(config), encoding="utf-8")
     again = load(path)
     assert again == config
+    elsewhere = yaml.safe_load(dump(config))  # by a program that knows YAML 1.1
+    assert elsewhere["run"] == config.run.model_dump() and elsewhere["data"] == config.data.model_dump()
     assert [type(value) for value in again.model.overrides.values()] == [
         type(value) for value in config.model.overrides.values()
     ]  # 1 == True == 1.0
@@ -486,15 +484,6 @@ def test_the_dump_of_one_list_used_twice_has_no_alias(tmp_path: Path) -> None:
     config = validate({"run": {"name": "x"}, "model": {"rules": [("a", [shared, None]), ("b", [shared])]}})
     (tmp_path / "dumped.yaml").write_text(dump(config))
     assert load(tmp_path / "dumped.yaml") == config
-
-
-def test_the_dump_holds_every_field() -> None:
-    dumped = yaml.safe_load(dump(Config()))
-    for key, *_ in fields():
-        node = dumped
-        for part in key.split("."):
-            assert part in node
-            node = node[part]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -513,10 +502,3 @@ def test_any_text_is_read_or_refused(tmp_path: Path, text: str) -> None:
 def test_the_shipped_example_loads() -> None:
     config = load(Path(__file__).parents[1] / "examples" / "gpt_tiny.yaml")
     assert config.run.name == "gpt_tiny" and config.optim.lr == 3e-3
-
-
-def test_literals_of_the_schema_are_texts() -> None:
-    """`str` values only, so that YAML's booleans (`off`) cannot be meant."""
-    for section in sections():
-        for info in section.model_fields.values():
-            assert all(isinstance(arg, str | type) or arg is None or get_args(arg) for arg in get_args(info.annotation))

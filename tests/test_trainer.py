@@ -69,6 +69,14 @@ def test_the_global_norm_is_logged_before_clipping(tmp_path: Path) -> None:
     assert all(record["grad_norm"] > 0.01 and record["clipped"] for record in records)
 
 
+def test_the_rate_moves_once_per_update_not_per_microbatch(tmp_path: Path) -> None:
+    """Two updates of two microbatches: two entries, schedule(0) and schedule(1), and a warm-up of two updates."""
+    train(make_config(tmp_path, "train.steps=2", "train.microbatches=2", "optim.warmup_steps=2", "optim.lr=0.5"))
+    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    assert [record["lr"] for record in records] == [0.0, 0.25]
+    assert [record["tokens"] for record in records] == [16 * 32] * 2
+
+
 def test_resuming_on_the_same_layout_repeats_the_losses_to_the_bit(unbroken: Path, tmp_path: Path) -> None:
     shared = ["train.steps=8", "mesh.model=2", "zero.stage=3"]
     first = make_config(tmp_path, *shared, "checkpoint.every=0")
