@@ -17,9 +17,7 @@ import meshtrain
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3")
-parser.add_argument(
-    "--model-axis", type=int, default=2, help="devices that share each layer; the others share the batch"
-)
+parser.add_argument("--model-axis", type=int, default=2, help="devices that share each layer")
 args = parser.parse_args()
 meshtrain.use_virtual_devices(8)  # eight CPU devices; without this line, the machine's own
 
@@ -102,7 +100,7 @@ for step in range(STEPS):
         print(f"step {step:3}  loss {metrics['loss']:.4f}")
 
 with tempfile.TemporaryDirectory() as directory, meshtrain.Checkpointer(directory, keep=1) as checkpointer:
-    checkpointer.save(STEPS, state, {})
+    checkpointer.save(STEPS, state)
     restored = checkpointer.restore(STEPS, engine.abstract_state())  # an engine of any mesh and stage can read it
 for name, each in [("before", state), ("after", restored)]:
     loss_sum, tokens = engine.evaluate(each, make_batch(STEPS))  # without dropout

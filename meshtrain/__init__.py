@@ -1,7 +1,7 @@
 """meshtrain: tensor parallelism and ZeRO for any Flax model, on a named device mesh."""
 
 from meshtrain.activations import name
-from meshtrain.adapters import Model, from_function, from_linen, from_nnx
+from meshtrain.adapters import LinenCall, Model, from_function, from_linen, from_nnx
 from meshtrain.attention import attention
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, load
@@ -22,6 +22,7 @@ __all__ = [
     "Config",
     "Engine",
     "Layout",
+    "LinenCall",
     "Model",
     "Precision",
     "Result",

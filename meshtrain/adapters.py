@@ -93,8 +93,8 @@ def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Batch
     """An nnx model.
 
     Args:
-        build: makes the module of an `nnx.Rngs`, for instance `lambda rngs: MyModel(rngs=rngs)`. Called abstractly, and
-            once more inside the sharded initialization, so the whole model never lies on one device. Sharding
+        build: the module's class, if it takes nothing but `rngs`, or a function `rngs -> module`. Called abstractly,
+            and once more inside the sharded initialization, so the whole model never lies on one device. Sharding
             annotations (`nnx.with_partitioning`) are not used: the rules place every parameter.
         loss: `(module, batch) -> (loss sum, weight sum)`.
 
@@ -139,7 +139,7 @@ def _traceable(build: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], 
 
     def traceable(rngs: nnx.Rngs) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            module = build(rngs)
+            module = build(rngs=rngs) if isinstance(build, type) else build(rngs)
         for _, node in list(nnx.iter_graph(module)):
             for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
                 if isinstance(value, jax.Array):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.errors import ModelError
@@ -34,6 +35,10 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, 
     _check(q, k, kernel)
     if kernel == "auto":
         kernel = "cudnn" if _cudnn_applies(q) else "xla"
+    if q.dtype == jnp.float16 and _platform() == "cpu":
+        # XLA on CPU has no float16 product with a float32 sum, which the softmax is computed in.
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        return attention(*wide, causal=causal, kernel=kernel).astype(q.dtype)
     attend = partial(jax.nn.dot_product_attention, is_causal=causal, implementation=kernel)
     mesh = jax.sharding.get_abstract_mesh()
     if kernel == "xla" or mesh.empty or MODEL not in mesh.axis_names:

@@ -55,7 +55,7 @@ class Checkpointer:
         CheckpointError: `keep` is less than 1.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path | str, keep: int = 3) -> None:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep={keep}: at least 1 checkpoint must stay")
         self.directory = Path(directory).absolute()
@@ -64,7 +64,7 @@ class Checkpointer:
         self._pending: int | None = None
         self._saved: set[int] = set()
 
-    def save(self, step: int, state: PyTree, meta: Mapping[str, JSON]) -> None:
+    def save(self, step: int, state: PyTree, meta: Mapping[str, JSON] | None = None) -> None:
         """Starts to save `state` as checkpoint `step` and returns when every array may be changed or donated.
 
         Waits for the save before it first. The checkpoint is listed by `steps` once all of it is on disk; only then
@@ -74,7 +74,7 @@ class Checkpointer:
             step: updates done, at least 0; names the directory.
             state: a tree of `jax.Array`, typed PRNG keys included, on any layout. Nodes may be dicts, lists, tuples,
                 NamedTuples or registered dataclasses; only the names on the path to a leaf are stored.
-            meta: a JSON object that `meta` gives back.
+            meta: a JSON object that `meta` gives back; None stores an empty one.
 
         Raises:
             CheckpointError: the save before this one failed (its step is named); a leaf cannot be stored (its name is
@@ -90,7 +90,7 @@ class Checkpointer:
         if there:
             raise CheckpointError(f"{path}: is there already, from an earlier run; move it away to save step {step}")
         leaves = _named_leaves(state)
-        header = _make_header(step, leaves, meta)
+        header = _make_header(step, leaves, meta or {})
         arrays = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items()}
         try:
             if jax.process_index() == 0:

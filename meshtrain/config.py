@@ -233,11 +233,16 @@ _INT = re.compile(r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$")  # YAML 1.2.2, sect
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
 
 
-def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """How a plain word finds its type: by its first letter, the first pattern that matches."""
+def _resolvers(*kept: str) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """How a plain word finds its type: by its first letter, the first pattern that matches.
+
+    Args:
+        kept: the types that are still recognized as PyYAML does, before YAML 1.2's numbers.
+    """
+    tags = {_YAML_TAG + kind for kind in kept}
     resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items():
-        resolvers[first] = [(tag, regexp) for tag, regexp in known if tag in (f"{_YAML_TAG}bool", f"{_YAML_TAG}null")]
+        resolvers[first] = [(tag, regexp) for tag, regexp in known if tag in tags]
     for first in "-+0123456789.":
         resolvers.setdefault(first, []).extend([(f"{_YAML_TAG}int", _INT), (f"{_YAML_TAG}float", _FLOAT)])
     return resolvers
@@ -250,7 +255,7 @@ def _refuse(node: Any, problem: str) -> yaml.MarkedYAMLError:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2's numbers, and without aliases, tags, duplicate keys and deep nesting."""
 
-    yaml_implicit_resolvers = _resolvers()
+    yaml_implicit_resolvers = _resolvers("bool", "null")
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -290,9 +295,7 @@ _Loader.add_constructor(f"{_YAML_TAG}int", _Loader.construct_yaml_int)
 class _Dumper(yaml.SafeDumper):
     """Puts quotes around what `_Loader`, or another program's YAML 1.1 loader, would not read as text."""
 
-    yaml_implicit_resolvers = {
-        first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *ours] for first, ours in _resolvers().items()
-    }
+    yaml_implicit_resolvers = _resolvers("bool", "null", "int", "float", "timestamp", "merge", "value")
 
 
 def _parse_yaml(text: str, where: str) -> Any:

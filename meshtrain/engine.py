@@ -127,7 +127,7 @@ def initialize(
     optimizer: Optimizer,
     stage: int = 1,
     num_microbatches: int = 1,
-    precision: Precision | None = None,
+    precision: Precision | str = "float32",
     sequence_parallel: bool = False,
     seed: int = 0,
 ) -> Engine:
@@ -141,7 +141,7 @@ def initialize(
         optimizer: any optax transformation over a flat `{path: array}`, or a function that makes one of the layout.
         stage: ZeRO stage, 0 to 3.
         num_microbatches: parts that each device cuts its batch into, computed one after the other.
-        precision: number formats; float32 throughout by default.
+        precision: number formats, or the name of the compute type alone: "bfloat16" with float32 master weights.
         sequence_parallel: shard the points that the model names "residual" along their sequence dim over `model`.
         seed: of the initial parameters and of dropout.
 
@@ -164,7 +164,8 @@ def initialize(
         activations=SEQUENCE_PARALLEL if sequence_parallel else {},
     )
     made = optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(layout)
-    return Engine(model, Zero(layout, precision or Precision()), made, config, shapes, seen)
+    formats = Precision.make(precision) if isinstance(precision, str) else precision
+    return Engine(model, Zero(layout, formats), made, config, shapes, seen)
 
 
 def param_shapes(layout: Layout) -> Mapping[str, jax.ShapeDtypeStruct]:

@@ -11,7 +11,8 @@ as well, the same for every stage: stages differ in the flow inside the step (`z
 import dataclasses
 import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -226,14 +227,27 @@ def _table(layout: Layout) -> Table:
     why = any(leaf.why_replicated for leaf in layout.leaves.values())
     if why:
         table.add_column("replicated over data because", overflow="fold")
-    for leaf in layout.leaves.values():
+    for path, leaves in _alike(layout.leaves.values()).items():
+        leaf = leaves[0]
         table.add_row(
-            escape(leaf.path),
+            escape(path),
             " x ".join(map(str, leaf.shape)) or "()",
             escape(leaf.rule),
             show_spec(leaf.compute_spec),
             show_spec(leaf.storage_spec),
-            show_bytes(layout.bytes_per_device(leaf)),
+            show_bytes(sum(map(layout.bytes_per_device, leaves))),
             *[leaf.why_replicated] * why,
         )
     return table
+
+
+def _alike(leaves: Iterable[LeafLayout]) -> dict[str, list[LeafLayout]]:
+    """Parameters that differ in nothing but a number in their path, such as `blocks/3/up/kernel`, as one row."""
+    groups: dict[Any, list[LeafLayout]] = {}
+    for leaf in leaves:
+        pattern = re.sub(r"(?<![^/])\d+(?![^/])", "*", leaf.path)
+        groups.setdefault((pattern, dataclasses.replace(leaf, path="")), []).append(leaf)
+    rows = {}
+    for (pattern, _), group in groups.items():
+        rows[group[0].path if len(group) == 1 else f"{pattern} ({len(group)} alike)"] = group
+    return rows

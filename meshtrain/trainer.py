@@ -121,12 +121,13 @@ def train(config: Config, progress: Progress | None = None) -> Result:
     Raises:
         UserError: something in the config, the data or the run directory is wrong; nothing was lost.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        job = build(config)
-    is_main = jax.process_index() == 0
-    progress = progress or Progress(config.log.progress if is_main else "none", config.train.steps)
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signal())  # first of all: building and compiling may take minutes
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            job = build(config)
+        is_main = jax.process_index() == 0
+        progress = progress or Progress(config.log.progress if is_main else "none", config.train.steps)
         run = stack.enter_context(open_run(config, owner=is_main))
         checkpoints = stack.enter_context(Checkpointer(run.checkpoints, config.checkpoint.keep))
         for line in describe(job, run):
@@ -139,7 +140,6 @@ def train(config: Config, progress: Progress | None = None) -> Result:
             return _finish(job, run, state, "already complete")
         dumped = config.model_dump(mode="json")
         sinks = stack.enter_context(open_sinks(config.log, run.path, resume_step=first, enabled=is_main, config=dumped))
-        stop = stack.enter_context(stop_on_signal())
         progress.start(first)
         loop = Loop(job, run, checkpoints, sinks, stack.enter_context(progress), stop)
         return loop.run_from(state, first)
@@ -251,15 +251,19 @@ class Loop:
             lambda index: to_global(self.job.batches, index, sharding), first, total, self.config.data.prefetch
         ) as batches:
             for index, batch in batches:
+                if self.stop.signum:
+                    break
                 state, metrics = self.job.engine.step(state, batch)
                 step = index + 1
                 in_flight.append((step, metrics))
                 # One update runs while the next is queued: the device never waits, and a signal does not wait long.
-                while len(in_flight) > (0 if self._due(step) or index == first or self.stop.signum else 1):
+                while len(in_flight) > (0 if self._due(step) or index == first else 1):
                     self._read(*in_flight.popleft())
                 self._after(step, state)
-                if self.stop.signum:
-                    break
+        while in_flight:
+            self._read(*in_flight.popleft())
+        if step > first:
+            self._save_last(step, state)
         return self._end(state, step)
 
     def _due(self, step: int) -> bool:
@@ -324,16 +328,19 @@ class Loop:
             }
             self.checkpoints.save(step, state, meta)
 
-    def _end(self, state: TrainState, step: int) -> Result:
-        """The last checkpoint, and the last evaluation if the run is complete."""
-        complete = step >= self.config.train.steps
+    def _save_last(self, step: int, state: TrainState) -> None:
+        """The checkpoint that the run ends with, on disk when this returns."""
         if self.checkpoints.latest() != step:
             self._save(step, state)
+        self.checkpoints.wait()
+        self.progress.message(f"saved    {self.run.checkpoints / str(step)}")
+
+    def _end(self, state: TrainState, step: int) -> Result:
+        """The last evaluation if the run is complete, and how it ended."""
+        complete = step >= self.config.train.steps
         if complete:
             self._evaluate(step, state)
-        self.checkpoints.wait()
         self.run.update(step)
-        self.progress.message(f"saved    {self.run.checkpoints / str(step)}")
         self.progress.close()
         tokens_per_s = self.last.get("tokens_per_s", math.nan)
         result = _finish(self.job, self.run, state, "complete" if complete else "stopped", self.val_loss)

@@ -155,3 +155,11 @@ def test_what_no_kernel_takes_is_refused(kernel: Any, kv_heads: int, expected: s
     with pytest.raises(ModelError) as caught:
         attention(*qkv(kv_heads), kernel=kernel)
     assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
+def test_float16_runs_where_xla_has_no_such_product() -> None:
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 8, 4, 16), jnp.float16) for i in range(3))
+    got, grad = jax.value_and_grad(lambda q: attention(q, k, v).astype(jnp.float32).sum())(q)
+    expected = attention(*(x.astype(jnp.float32) for x in (q, k, v))).sum()
+    assert attention(q, k, v).dtype == grad.dtype == jnp.float16
+    assert float(got) == pytest.approx(float(expected), abs=0.5)

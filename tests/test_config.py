@@ -214,10 +214,6 @@ def test_a_quoted_number_is_refused_and_says_why(refusal: Any, overrides: tuple[
     assert message.startswith("tiny.yaml + overrides:" if overrides else "tiny.yaml:")
 
 
-def test_a_quoted_number_in_an_override_is_refused(refusal: Any) -> None:
-    assert "optim.lr" in refusal("", "optim.lr='1e-3'")
-
-
 def test_a_long_value_is_not_repeated_whole(refusal: Any) -> None:
     for value in ("9" * 2000, "x" * 60_000, str(list(range(2000)))):
         message = refusal(f"optim: {{lr: {value}}}")
@@ -241,7 +237,7 @@ def test_values_that_contradict_each_other_are_named_together(refusal: Any, text
 
 def test_values_at_the_edge_of_a_contradiction_pass(read: Any) -> None:
     config = read("optim: {warmup_steps: 4}\ntrain: {steps: 4, global_batch: 12, microbatches: 4}\nmesh: {data: 1}")
-    assert (config.optim.warmup_steps, config.train.steps, config.mesh.data) == (4, 4, 1)
+    assert (config.optim.warmup_steps, config.train.steps) == (4, 4)
 
 
 @pytest.mark.parametrize(

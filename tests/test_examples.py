@@ -15,12 +15,12 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "model_axis"),
     [("nnx", 3, 2), ("linen", 2, 4), ("function", 1, 2)]
-    + [pytest.param(kind, *case, marks=slow) for kind in ("nnx", "linen", "function") for case in [(0, 1), (3, 4)]],
+    + [pytest.param(kind, 0, 1, marks=slow) for kind in ("nnx", "linen", "function")],
 )
 def test_bring_your_own(kind: str, stage: int, model_axis: int) -> None:
     script = ROOT / "examples" / f"bring_your_own_{kind}.py"
     command = [sys.executable, str(script), f"--stage={stage}", f"--model-axis={model_axis}"]
-    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)  # noqa: S603
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "Warning" not in run.stderr, run.stderr
     assert f"data={8 // model_axis} x model={model_axis}, ZeRO stage {stage}" in run.stdout

@@ -4,13 +4,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from meshtrain import UserError, from_nnx
+from meshtrain import UserError, from_linen, from_nnx
 from tests.tiny_lms import D, X, gradients, initial, make_engine, with_params
 
 # Each takes a parameter [D, D] and x [b, D], and returns [b, ?]
@@ -144,4 +145,14 @@ def test_a_shard_is_never_used_in_silence(way: str) -> None:
     read, error, message = LOUD[way]
     model = from_nnx(lambda rngs: Ways({way: read}, rngs=rngs), Ways.loss)
     with pytest.raises(error, match=message):
+        make_engine(model, X, 3)
+
+
+def test_a_linen_models_raw_variables_are_never_used_in_silence() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        fit = jnp.sum(model(batch["x"]) ** 2)
+        return fit + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model.variables)), jnp.float32(1.0)
+
+    model = from_linen(nn.Dense(D), loss)
+    with pytest.raises(UserError, match="passes parameter 'bias' to 'integer_pow' without reading it"):
         make_engine(model, X, 3)

@@ -281,3 +281,13 @@ def test_specs_and_bytes_in_few_characters() -> None:
     assert [show_bytes(count) for count in (0, 999, 1000, 1_234_000, 2.5e9, 3e13)] == [
         "0 B", "999 B", "1.0 kB", "1.2 MB", "2.5 GB", "30.0 TB",
     ]  # fmt: skip
+
+
+def test_repeated_layers_are_one_row() -> None:
+    shapes = {f"blocks/{i}/up/kernel": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(12)}
+    shapes["blocks/12/up/kernel"] = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    shown = str(make_layout(shapes, [(".*", P())], make_mesh(8, 1), stage=0))
+    assert "blocks/*/up/kernel (12 alike)" in shown
+    assert "6.1 kB" in shown  # 12 x 8 x 16 x 4 bytes
+    assert "blocks/12/up/kernel" in shown
+    assert shown.count("up/kernel") == 2
