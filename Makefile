@@ -19,7 +19,10 @@ PYTHON312 ?= $(shell $(call first_python,12,python3.12 python3.13 python3 \
 # jax stopped supporting 3.11 at 0.10.2, so there are two sets of pins.
 PINS = constraints/$(if $(1),$(shell $(1) -c 'import sys; print("py312" if sys.version_info >= (3, 12) else "py311")')).txt
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
-PYTEST = .venv/bin/python -m pytest -q -n $(WORKERS)
+# What depends most on jax: run with the newer one too, though slow.
+NEWER_JAX = tests/test_collectives.py tests/test_trainer.py tests/test_jaxprs.py
+
+PYTEST = .venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 # $(1): interpreter, $(2): environment, $(3): what to install. An environment of another Python version is made anew.
 define install
@@ -54,7 +57,7 @@ format: .venv/.dev  ## let ruff fix what it can
 types: .venv/.dev  ## mypy --strict
 	.venv/bin/mypy
 
-test-py312:  ## the fast tests once more, with Python 3.12 or newer and its newer jax
+test-py312:  ## a shorter set once more, with Python 3.12 or newer and its newer jax
 	@python="$(PYTHON312)"; \
 	if [ -z "$$python" ]; then \
 	    echo "####################################################################" >&2; \
@@ -63,7 +66,8 @@ test-py312:  ## the fast tests once more, with Python 3.12 or newer and its newe
 	    echo "####################################################################" >&2; \
 	else \
 	    $(MAKE) --no-print-directory PYTHON312="$$python" .venv312/.dev \
-	    && .venv312/bin/python -m pytest -q -n $(WORKERS) -m "not slow"; \
+	    && .venv312/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow" \
+	    && .venv312/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m slow $(NEWER_JAX); \
 	fi
 
 bench: .venv/.run  ## every script in benchmarks/

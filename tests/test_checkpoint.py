@@ -20,6 +20,9 @@ from orbax.checkpoint._src.serialization import jax_array_handlers
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.errors import CheckpointError
 
+# A save that is made to fail leaves tensorstore futures behind, which wake up after Orbax has closed their event loop.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 class Moments(NamedTuple):
     count: Any

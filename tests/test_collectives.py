@@ -11,6 +11,8 @@ from meshtrain import Precision
 from meshtrain.plan.hlo import Collective, collectives
 from tests.tiny_gpt import BATCH, SIZES, make_batch, make_engine
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("collectives")]  # one worker: its tests share what they compute
+
 LAYERS = SIZES.num_layers
 
 

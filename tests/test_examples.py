@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("kind", "stage", "model_axis"),
-    [("nnx", 3, 2), ("linen", 2, 4), ("function", 1, 2)]
-    + [pytest.param(kind, 0, 1, marks=slow) for kind in ("nnx", "linen", "function")],
+    [("nnx", 3, 2), ("linen", 2, 4), ("function", 1, 2), ("nnx", 0, 1)],
 )
 def test_bring_your_own(kind: str, stage: int, model_axis: int) -> None:
     script = ROOT / "examples" / f"bring_your_own_{kind}.py"

@@ -14,6 +14,8 @@ from flax import nnx
 from meshtrain import UserError, from_linen, from_nnx
 from tests.tiny_lms import D, X, gradients, initial, make_engine, with_params
 
+pytestmark = pytest.mark.slow
+
 # Each takes a parameter [D, D] and x [b, D], and returns [b, ?]
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "brackets": lambda w, x: x @ w[...],

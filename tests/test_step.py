@@ -14,6 +14,8 @@ from meshtrain.errors import ConfigError
 from meshtrain.step import check_batch
 from tests.tiny_gpt import SIZES, host, make_batch, make_engine
 
+pytestmark = pytest.mark.xdist_group("step")  # one worker: its tests share what they compute
+
 DROPOUT = dataclasses.replace(SIZES, dropout=0.2)
 
 
@@ -172,7 +174,7 @@ def dropout_losses(data: int, model: int, stage: int, remat: str = "none") -> tu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "stage"), [(1, 1), (1, 2), (1, 3), (2, 0), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("model", "stage"), [(1, 2), (1, 3), (2, 0), (4, 3)])
 def test_dropout_depends_on_the_data_size_alone(model: int, stage: int) -> None:
     np.testing.assert_allclose(dropout_losses(2, model, stage), dropout_losses(2, 1, 0), rtol=1e-6)
 

@@ -20,6 +20,8 @@ from meshtrain.metrics import read_metrics
 from meshtrain.trainer import build, evaluate, stop_on_signal, train
 from tests.tiny_gpt import host, make_batch, make_engine
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trainer")]  # one worker: its tests share what they compute
+
 SMALL = [
     "model.overrides={num_layers: 2, dim: 32, num_heads: 8, unroll: 1}",
     "data.seq_len=32",
