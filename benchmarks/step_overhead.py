@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +148,9 @@ def own_attention(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> ja
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores_BHTS, -1), v_BTHK)
 
 
-def jax_attention(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> jax.Array:
-    """The same by jax."""
-    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
-
-
 def hand_loss(num_layers: int, variant: Variant, mesh: Mesh) -> Callable[[Arrays, Batch], Any]:
     """`(parameters, batch) -> mean loss per token`."""
-    attend = own_attention if variant.own_attention else jax_attention
+    attend = own_attention if variant.own_attention else partial(jax.nn.dot_product_attention, is_causal=True)
 
     def residual(x_BTD: jax.Array) -> jax.Array:
         if variant.placed:
@@ -328,13 +324,8 @@ def measure(plan: Plan) -> dict[str, Any]:
     final |= {name: candidate_of(engine) for name, engine in engines.items()}
     difference = compare_losses(final, batch)
     rows = summarize(take_turns(final, batch, plan.rounds))
-    return {
-        "layout": f"{plan.data}x{plan.model}",
-        "variant": str(fastest),
-        "pilot": pilot,
-        "loss_difference": difference,
-        "rows": rows,
-    }
+    names = {"layout": f"{plan.data}x{plan.model}", "variant": str(fastest)}
+    return names | {"pilot": pilot, "loss_difference": difference, "rows": rows}
 
 
 # ---------------------------------------------------------------- start to first update
@@ -442,10 +433,8 @@ def layout_table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 def start_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A row per state of the compilation cache."""
-    table = Table(
-        title="Seconds from the start of `meshtrain train` to the first update done; parts of a separate run",
-        box=box.SIMPLE_HEAD, title_justify="left",
-    )  # fmt: skip
+    title = "Seconds from the start of `meshtrain train` to the first update done; parts of a separate run"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("compilation cache", "total", *rows[0]["parts"]):
         table.add_column(name, justify="right")
     for row in rows:
@@ -492,7 +481,7 @@ def main() -> None:
         return work(json.loads(args.worker))
     plans = list(make_plans(args))
     facts = environment(plans)
-    console = Console(soft_wrap=True)
+    console = Console(width=max(100, Console().width))
     title = f"GPT '{args.preset}', {args.batch} x {plans[0].config.seq_len} tokens, jax {facts['packages']['jax']}"
     results = []
     for plan in plans:

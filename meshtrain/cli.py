@@ -22,6 +22,7 @@ from rich.text import Text
 import meshtrain
 from meshtrain.config import Config, dump, fields, load
 from meshtrain.errors import UserError
+from meshtrain.runs import show_path
 from meshtrain.trainer import Result, build, train
 
 EXIT_USER_ERROR = 2
@@ -154,7 +155,7 @@ def _summary_rows(config: Config, config_path: str, result: Result) -> list[tupl
         rows.append(("training loss", f"{result.train_loss:.4f}, mean of the last {config.train.log_every} updates"))
     if not math.isnan(result.tokens_per_s):
         rows.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s"))
-    rows.append(("where", f"{result.path}/ (config.yaml, metrics.jsonl, checkpoints/{result.step})"))
+    rows.append(("where", f"{show_path(result.path)}/ (config.yaml, metrics.jsonl, checkpoints/{result.step})"))
     command = f"meshtrain train {config_path}"
     if result.outcome == "stopped":
         rows.append(("go on", "run the same command again: it resumes here"))

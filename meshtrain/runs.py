@@ -195,6 +195,11 @@ def open_run(
         raise UserError(f"{path}: cannot be used as a run directory: {error.strerror or error}") from error
 
 
+def show_path(path: Path) -> str:
+    """A path as a person at this prompt would write it: relative, if it lies below the working directory."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def safe_name(name: str) -> str:
     """Returns `name` if it can name a directory in a folder and nothing outside it.
 

@@ -26,7 +26,7 @@ from meshtrain.mesh import make_mesh, use_virtual_devices
 from meshtrain.metrics import Progress, Sinks, Throughput, flops_per_token, mfu, open_sinks, peak_flops
 from meshtrain.optim import make_optimizer, make_schedule
 from meshtrain.precision import Precision
-from meshtrain.runs import Run, open_run
+from meshtrain.runs import Run, open_run, show_path
 from meshtrain.state import TrainState
 from meshtrain.target import Target, load_target
 
@@ -150,7 +150,7 @@ def describe(job: Job, run: Run) -> Iterator[str]:
     config, layout = job.config, job.engine.layout
     sizes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     device = jax.devices()[0].device_kind
-    yield f"run      {run.path}"
+    yield f"run      {show_path(run.path)}"
     yield f"data     {job.source.description}; {job.batches.num_records:,} records of {config.data.seq_len} tokens"
     yield f"model    {config.model.target} '{config.model.preset}', {layout.num_params:,} parameters"
     yield f"layout   mesh {sizes} of {device} devices, ZeRO stage {layout.stage}, {config.precision.compute}"
@@ -333,7 +333,7 @@ class Loop:
         if self.checkpoints.latest() != step:
             self._save(step, state)
         self.checkpoints.wait()
-        self.progress.message(f"saved    {self.run.checkpoints / str(step)}")
+        self.progress.message(f"saved    {show_path(self.run.checkpoints / str(step))}")
 
     def _end(self, state: TrainState, step: int) -> Result:
         """The last evaluation if the run is complete, and how it ended."""
