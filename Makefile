@@ -1,7 +1,7 @@
 # A fresh machine needs Python 3.11 or newer, make and git; everything else is installed into .venv by the first target.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast lint format types test-py312 bench clean
+.PHONY: help train test test-fast lint format types test-py312 test-gpu-compile bench clean
 SHELL := /bin/sh
 
 # $(1): a minor version, $(2): interpreters. Prints the first that works and is Python 3 of that version or newer. A name
@@ -23,6 +23,8 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo
 NEWER_JAX = tests/test_collectives.py tests/test_trainer.py tests/test_jaxprs.py
 
 PYTEST = .venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+comma := ,
 
 # $(1): interpreter, $(2): environment, $(3): what to install. An environment of another Python version is made anew.
 define install
@@ -70,6 +72,9 @@ test-py312:  ## a shorter set once more, with Python 3.12 or newer and its newer
 	    && .venv312/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m slow $(NEWER_JAX); \
 	fi
 
+test-gpu-compile: .venvplan/.dev  ## compile the step for GPUs that are not there, and count its collectives
+	JAX_PLATFORMS=cpu .venvplan/bin/python -m pytest -q tests/plan/test_gpu_compile.py
+
 bench: .venv/.run  ## every script in benchmarks/
 	@for script in benchmarks/*.py; do \
 	    test -e "$$script" || { echo "no scripts in benchmarks/"; break; }; \
@@ -77,7 +82,7 @@ bench: .venv/.run  ## every script in benchmarks/
 	done
 
 clean:  ## remove environments and caches; runs stay
-	rm -rf .venv .venv312 .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv312 .venvplan .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.run: pyproject.toml $(wildcard constraints/*.txt)
@@ -89,3 +94,7 @@ clean:  ## remove environments and caches; runs stay
 
 .venv312/.dev: pyproject.toml $(wildcard constraints/*.txt)
 	$(call install,$(PYTHON312),.venv312,.[dev])
+
+# An environment of its own: with the CUDA plugin installed, jax looks for a GPU wherever JAX_PLATFORMS does not say cpu.
+.venvplan/.dev: pyproject.toml $(wildcard constraints/*.txt)
+	$(call install,$(PYTHON),.venvplan,.[dev$(comma)plan])

@@ -1,6 +1,5 @@
 """What a training step of ours costs beside one written by hand for the same model, and how long the first one takes.
 
-    python benchmarks/step_overhead.py
     python benchmarks/step_overhead.py --layouts 1x1,4x2 --rounds 30 --json overhead.json
     python benchmarks/step_overhead.py --quick
 
@@ -29,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +51,12 @@ from meshtrain.trainer import build  # noqa: E402
 from models.gpt import GPT, PRESETS, RULES, GPTConfig  # noqa: E402
 
 LOSS_TOLERANCE = 1e-5
-CHECKED_UPDATES = 5
+CHECKED_UPDATES = 4
 CLIP_NORM = 1.0
 OPTIM = OptimConfig(lr=1e-3, schedule="constant", clip_norm=CLIP_NORM)
 Batch = dict[str, Any]
 Arrays = dict[str, Any]
+K = TypeVar("K")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Plan:
     batch: int
     rounds: int
     pilot: int
-    stages: tuple[int, ...]
+    stages: list[int]
     sizes: dict[str, int]
     quick: bool
 
@@ -214,16 +214,21 @@ def hand_update(loss: Callable[[Arrays, Batch], Any], optim: OptimConfig) -> Cal
 
 @dataclasses.dataclass
 class Candidate:
-    """A step with the state that it has come to."""
+    """A step, what makes its first state, and the state that it has come to.
+
+    `step` may use up a state's memory, and tells something from which `read_loss` takes the loss.
+    """
 
     step: Callable[[Any, Batch], tuple[Any, Any]]
-    state: Any
+    start: Callable[[], Any]
     read_loss: Callable[[Any], float]
+    state: Any = None
 
     def advance(self, batch: Batch) -> float:
         """One update, to its end; the loss before it."""
-        self.state, out = jax.block_until_ready(self.step(self.state, batch))
-        return self.read_loss(out)
+        state = self.start() if self.state is None else self.state
+        self.state, told = jax.block_until_ready(self.step(state, batch))
+        return self.read_loss(told)
 
 
 def ours(plan: Plan, stage: int, mesh: Mesh, batch: Batch) -> Engine:
@@ -240,19 +245,18 @@ def ours(plan: Plan, stage: int, mesh: Mesh, batch: Batch) -> Engine:
     )
 
 
-def candidate_of(engine: Engine) -> Candidate:
-    """A new state, stepped by the engine as a user would."""
-    return Candidate(engine.step, engine.init(), lambda metrics: float(metrics["loss"]))
-
-
-def by_hand(plan: Plan, variant: Variant, mesh: Mesh, params: Mapping[str, np.ndarray[Any, Any]]) -> Candidate:
-    """A hand-written variant, from given parameters."""
+def by_hand(plan: Plan, mesh: Mesh, params: Mapping[str, np.ndarray[Any, Any]]) -> dict[Variant, Candidate]:
+    """Each hand-written variant, from given parameters."""
     placed = {path: NamedSharding(mesh, HAND_SPECS.get(path, P())) for path in params}
-    shardings = (placed, placed, placed, NamedSharding(mesh, P()))
-    update = hand_update(hand_loss(plan.config.num_layers, variant, mesh), OPTIM)
-    step = jax.jit(update, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
+    shardings, replicated = (placed, placed, placed, NamedSharding(mesh, P())), NamedSharding(mesh, P())
     zeros = {path: np.zeros_like(x) for path, x in params.items()}
-    return Candidate(step, jax.device_put((dict(params), zeros, zeros, np.int32(0)), shardings), float)
+
+    def candidate(variant: Variant) -> Candidate:
+        update = hand_update(hand_loss(plan.config.num_layers, variant, mesh), OPTIM)
+        step = jax.jit(update, donate_argnums=0, out_shardings=(shardings, replicated))
+        return Candidate(step, lambda: jax.device_put((dict(params), zeros, zeros, np.int32(0)), shardings), float)
+
+    return {variant: candidate(variant) for variant in variants(plan)}
 
 
 def make_batch(plan: Plan) -> Batch:
@@ -281,9 +285,9 @@ def compare_losses(candidates: Mapping[str, Candidate], batch: Batch) -> float:
     return max(abs(a - b) for values in losses.values() for a, b in zip(values, first, strict=True))
 
 
-def take_turns(candidates: Mapping[str, Candidate], batch: Batch, rounds: int) -> dict[str, list[float]]:
+def take_turns(candidates: Mapping[K, Candidate], batch: Batch, rounds: int) -> dict[K, list[float]]:
     """Seconds of one update, a figure per round, by candidate."""
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    seconds: dict[K, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     for i in range(rounds):
         shift = i % len(names)
@@ -313,19 +317,19 @@ def measure(plan: Plan) -> dict[str, Any]:
     engines = {f"stage {stage}": ours(plan, stage, mesh, host_batch) for stage in plan.stages}
     engine = next(iter(engines.values()))
     batch = engine.shard(host_batch)
-    params = {path: np.asarray(x) for path, x in engine.init().params.items()}
 
-    hands = {str(variant): by_hand(plan, variant, mesh, params) for variant in variants(plan)}
-    compare_losses(hands, batch)
-    pilot = {name: statistics.median(values) for name, values in take_turns(hands, batch, plan.pilot).items()}
-    fastest = next(variant for variant in variants(plan) if str(variant) == min(pilot, key=pilot.__getitem__))
+    hands = by_hand(plan, mesh, {path: np.asarray(x) for path, x in engine.init().params.items()})
+    compare_losses({str(variant): hand for variant, hand in hands.items()}, batch)
+    pilot = {variant: statistics.median(values) for variant, values in take_turns(hands, batch, plan.pilot).items()}
+    fastest = min(pilot, key=pilot.__getitem__)
 
-    final = {name: by_hand(plan, fastest, mesh, params) for name in ("by hand", "by hand, again")}
-    final |= {name: candidate_of(engine) for name, engine in engines.items()}
+    final = {name: dataclasses.replace(hands[fastest], state=None) for name in ("by hand", "by hand, again")}
+    for name, engine in engines.items():
+        final[name] = Candidate(engine.step, engine.init, lambda metrics: float(metrics["loss"]))
     difference = compare_losses(final, batch)
     rows = summarize(take_turns(final, batch, plan.rounds))
-    names = {"layout": f"{plan.data}x{plan.model}", "variant": str(fastest)}
-    return names | {"pilot": pilot, "loss_difference": difference, "rows": rows}
+    found = {"layout": f"{plan.data}x{plan.model}", "variant": str(fastest), "loss_difference": difference}
+    return found | {"pilot": {str(variant): seconds for variant, seconds in pilot.items()}, "rows": rows}
 
 
 # ---------------------------------------------------------------- start to first update
@@ -346,14 +350,12 @@ def first_update(sizes: Mapping[str, int], env: Mapping[str, str]) -> float:
         command = [sys.executable, "-m", "meshtrain.cli", *train_arguments(sizes, folder)]
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
             assert process.stdout is not None
-            lines = []
             for line in process.stdout:
-                lines.append(line)
                 if line.startswith("step"):
                     seconds = time.perf_counter() - start
                     process.kill()
                     return seconds
-    raise RuntimeError(f"meshtrain ended before its first update: {''.join(lines)}")
+    raise RuntimeError("meshtrain ended before its first update")
 
 
 def start_parts(started: float, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -401,23 +403,19 @@ def worker_env(cache: str = "") -> dict[str, str]:
 
 def run_worker(kind: str, arguments: Mapping[str, Any], env: Mapping[str, str]) -> Any:
     """Runs this script as a worker and returns what it found."""
-    command = [sys.executable, __file__, "--worker", json.dumps({"kind": kind, "arguments": arguments})]
+    command = [sys.executable, __file__, "--worker", json.dumps([kind, arguments])]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def work(order: Mapping[str, Any]) -> None:
+def work(kind: str, arguments: dict[str, Any]) -> None:
     """What a worker does; its last line is the result."""
-    arguments = order["arguments"]
-    if order["kind"] == "start":
-        print(json.dumps(start_parts(**arguments)))
-    else:
-        print(json.dumps(measure(Plan(**arguments | {"stages": tuple(arguments["stages"])}))))
+    print(json.dumps(start_parts(**arguments) if kind == "start" else measure(Plan(**arguments))))
 
 
-def layout_table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
+def layout_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """A row per layout and candidate."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD)
     for name in ("data x model", "step"):
         table.add_column(name, no_wrap=True)
     for name in ("ms per update", "/ by hand", "middle half"):
@@ -433,8 +431,7 @@ def layout_table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 def start_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A row per state of the compilation cache."""
-    title = "Seconds from the start of `meshtrain train` to the first update done; parts of a separate run"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD)
     for name in ("compilation cache", "total", *rows[0]["parts"]):
         table.add_column(name, justify="right")
     for row in rows:
@@ -442,11 +439,10 @@ def start_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def environment(plans: Sequence[Plan]) -> dict[str, Any]:
+def environment(plan: Plan) -> dict[str, Any]:
     """What the figures depend on."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
-    model = dataclasses.asdict(plans[0].config)
-    return {"packages": packages, "cores": os.cpu_count(), "batch": plans[0].batch, "model": model}
+    return {"packages": packages, "cores": os.cpu_count(), "batch": plan.batch, "model": vars(plan.config)}
 
 
 def make_plans(args: argparse.Namespace) -> Iterator[Plan]:
@@ -456,7 +452,7 @@ def make_plans(args: argparse.Namespace) -> Iterator[Plan]:
     stages = args.stages or ([0, 3] if args.quick else [0, 1, 2, 3])
     for layout in args.layouts or (["1x1"] if args.quick else ["1x1", "2x1", "1x2", "8x1", "4x2", "2x4"]):
         data, model = map(int, layout.split("x"))
-        yield Plan(data, model, args.preset, args.batch, rounds, 7, tuple(stages), sizes, args.quick)
+        yield Plan(data, model, args.preset, args.batch, rounds, 7, stages, sizes, args.quick)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -478,22 +474,23 @@ def main() -> None:
     """Runs the workers and shows what they found."""
     args = parse()
     if args.worker:
-        return work(json.loads(args.worker))
+        work(*json.loads(args.worker))
+        return
     plans = list(make_plans(args))
-    facts = environment(plans)
+    facts = environment(plans[0])
     console = Console(width=max(100, Console().width))
-    title = f"GPT '{args.preset}', {args.batch} x {plans[0].config.seq_len} tokens, jax {facts['packages']['jax']}"
+    console.print(f"GPT '{args.preset}', {args.batch} x {plans[0].config.seq_len} tokens, jax {jax.__version__}")
     results = []
     for plan in plans:
         with console.status(f"measuring {plan.data}x{plan.model}"):
             results.append(run_worker("steps", dataclasses.asdict(plan), worker_env()))
-    console.print(layout_table(results, title))
+    console.print(layout_table(results))
     start = [] if args.no_start else startup(plans[0].sizes, parts=not args.quick)
     if start:
+        console.print("Seconds from the start of `meshtrain train` to its first update; the parts are of another run")
         console.print(start_table(start))
     if args.json:
         args.json.write_text(json.dumps({"environment": facts, "layouts": results, "startup": start}, indent=1))
-    return None
 
 
 if __name__ == "__main__":

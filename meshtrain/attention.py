@@ -35,10 +35,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, 
     _check(q, k, kernel)
     if kernel == "auto":
         kernel = "cudnn" if _cudnn_applies(q) else "xla"
-    if q.dtype == jnp.float16 and _platform() == "cpu":
-        # XLA on CPU has no float16 product with a float32 sum, which the softmax is computed in.
-        wide = (x.astype(jnp.float32) for x in (q, k, v))
-        return attention(*wide, causal=causal, kernel=kernel).astype(q.dtype)
+    if kernel == "xla" and _platform() == "cpu" and q.dtype != jnp.bfloat16:
+        return _attend_in_float32(q, k, v, causal)
     attend = partial(jax.nn.dot_product_attention, is_causal=causal, implementation=kernel)
     mesh = jax.sharding.get_abstract_mesh()
     if kernel == "xla" or mesh.empty or MODEL not in mesh.axis_names:
@@ -48,6 +46,20 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, 
         attend, in_specs=(heads, heads, heads), out_specs=heads, axis_names={MODEL}, check_vma=False
     )
     return over_heads(q, k, v)
+
+
+def _attend_in_float32(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+    """Attention for CPUs, which have no float16 products with float32 sums.
+
+    For float32, `jax.nn`'s own makes the step of a small GPT 5 % slower: it scales the scores instead of the queries.
+    """
+    wide_q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores_BHTS = jnp.einsum("bthk,bshk->bhts", wide_q * q.shape[-1] ** -0.5, k)
+    if causal:
+        past_TS = jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
+        scores_BHTS = jnp.where(past_TS, scores_BHTS, jnp.finfo(jnp.float32).min)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores_BHTS, axis=-1), v).astype(q.dtype)
 
 
 def _check(q: jax.Array, k: jax.Array, kernel: str) -> None:

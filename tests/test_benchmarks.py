@@ -42,7 +42,7 @@ def test_step_overhead_refuses_to_compare_steps_that_differ() -> None:
     code = """
 import step_overhead as bench
 def candidate(factor):
-    return bench.Candidate(lambda state, batch: (state * factor, state), 1.0, float)
+    return bench.Candidate(lambda state, batch: (state * factor, state), lambda: 1.0, float)
 assert bench.compare_losses({"a": candidate(0.5), "b": candidate(0.5)}, {}) == 0
 bench.compare_losses({"a": candidate(0.5), "b": candidate(0.5001)}, {})
 """
