@@ -7,6 +7,7 @@ SIGTERM with a checkpoint saved, run the same command again; 130 the same by Ctr
 import argparse
 import math
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ def _train(args: argparse.Namespace) -> int:
     config = _load(args)
     result = train(config)
     if config.log.progress != "none":
-        _Console().print(_summary(config, args.config, result))
+        _Console().print(_summary(config, shlex.join([args.config, *args.overrides]), result))
     if result.outcome != "stopped":
         return 0
     return EXIT_STOPPED if result.signum == signal.SIGTERM else 128 + result.signum
@@ -129,11 +130,11 @@ def _yaml(value: Any) -> str:
     return words[value] if value is None or isinstance(value, bool) or value == "" else str(value)
 
 
-def _summary(config: Config, config_path: str, result: Result) -> Panel:
+def _summary(config: Config, arguments: str, result: Result) -> Panel:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    for label, text in _summary_rows(config, config_path, result):
+    for label, text in _summary_rows(config, arguments, result):
         table.add_row(label, text)
     titles = {
         "complete": f"run complete: {result.step:,} updates",
@@ -143,7 +144,7 @@ def _summary(config: Config, config_path: str, result: Result) -> Panel:
     return Panel(table, title=titles[result.outcome], title_align="left", expand=False, padding=(1, 2))
 
 
-def _summary_rows(config: Config, config_path: str, result: Result) -> list[tuple[str, str]]:
+def _summary_rows(config: Config, arguments: str, result: Result) -> list[tuple[str, str]]:
     rows = []
     unigram = f"unigram entropy of the text {result.unigram:.4f}"
     if not math.isnan(result.val_loss):
@@ -156,7 +157,7 @@ def _summary_rows(config: Config, config_path: str, result: Result) -> list[tupl
     if not math.isnan(result.tokens_per_s):
         rows.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s"))
     rows.append(("where", f"{show_path(result.path)}/ (config.yaml, metrics.jsonl, checkpoints/{result.step})"))
-    command = f"meshtrain train {config_path}"
+    command = f"meshtrain train {arguments}"
     if result.outcome == "stopped":
         rows.append(("go on", "run the same command again: it resumes here"))
     else:

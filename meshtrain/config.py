@@ -149,7 +149,7 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """The training loop."""
 
-    steps: int = Field(default=1000, ge=1, description="Optimizer updates in the whole run")
+    steps: int = Field(default=1000, ge=1, lt=2**31, description="Optimizer updates in the whole run")
     global_batch: int = Field(default=32, ge=1, description="Records per update, over all devices and microbatches")
     microbatches: int = Field(default=1, ge=1, description="Parts that each device cuts its batch into")
     remat: Literal["none", "dots", "full"] = Field(default="none", description="What the backward pass computes again")

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -80,7 +81,16 @@ class Engine:
         return abstract_state(self.model, self.layout, self.optimizer, self.zero.precision, self.batch)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer update. The given state's memory is reused: do not touch it afterwards."""
+        """One optimizer update. The given state's memory is reused: do not touch it afterwards.
+
+        Raises:
+            ConfigError: the state was given to an earlier step; the batch is not of the shapes of `Engine.batch`.
+        """
+        if state.step.is_deleted():
+            raise ConfigError("this state was given to `step` before, which reused its memory: go on from its result")
+        given, expected = (jax.tree.map(jnp.shape, each) for each in (batch, self.batch))
+        if given != expected:
+            raise ConfigError(f"the batch has the shapes {given}, and this engine was made for {expected}")
         with jax.set_mesh(self.mesh):
             return self.jitted_step(state, self.shard(batch))
 
@@ -150,6 +160,8 @@ def initialize(
     """
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"the ZeRO stage must be 0, 1, 2 or 3, got {stage}")
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed} must lie in [0, 2**32)")
     check_batch(batch, num_microbatches, mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     params = abstract_params(model, shapes)

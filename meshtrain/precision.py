@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtrain.errors import ConfigError
+
 FLOAT32 = np.dtype("float32")
 MIN_LOSS_SCALE = 1.0
 MAX_LOSS_SCALE = 2.0**24
@@ -30,6 +32,9 @@ class Precision:
         cls, compute: str = "float32", reduce: str = "float32", loss_scale: float = 2.0**15, window: int = 1000
     ) -> "Precision":
         """From names as a config holds them; `reduce` may be "compute"."""
+        for name in (compute, reduce):
+            if name not in ("float32", "bfloat16", "float16", "compute"):
+                raise ConfigError(f"precision '{name}' must be float32, bfloat16 or float16 (to reduce in: or compute)")
         compute_dtype = np.dtype(jnp.dtype(compute))
         reduce_dtype = compute_dtype if reduce == "compute" else np.dtype(jnp.dtype(reduce))
         return cls(compute_dtype, reduce_dtype, loss_scale, window)

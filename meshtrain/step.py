@@ -45,8 +45,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step, to be jitted: `(state, global batch) -> (next state, metrics)`.
 
-    Gradients are sums of token losses over microbatches and data shards, divided once by the global token count. A
-    non-finite gradient leaves parameters and optimizer state as they were, to the bit.
+    Gradients are sums of token losses over microbatches and data shards, divided once by the global token count. A loss
+    or gradient that is not finite leaves parameters and optimizer state as they were, to the bit.
 
     Metrics (scalars): loss (mean per token), grad_norm (global, before clipping), tokens, loss_scale, skipped.
     """
@@ -61,7 +61,7 @@ def make_train_step(
         divisor = unit * jnp.maximum(tokens, 1.0)
         grads = {path: grad / divisor for path, grad in from_view(grads, layout).items()}
         grad_norm = global_norm(grads)
-        finite = jnp.isfinite(grad_norm)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss_sum)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -170,6 +170,8 @@ def check_batch(batch: Batch, num_microbatches: int, mesh: jax.sharding.Mesh) ->
     Raises:
         ConfigError: with both numbers and the nearest sizes that work.
     """
+    if num_microbatches < 1:
+        raise ConfigError(f"num_microbatches={num_microbatches} must be at least 1")
     parts = num_microbatches * num_batch_shards(mesh)
     sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1:

@@ -180,9 +180,18 @@ def start_state(job: Job, run: Run, checkpoints: Checkpointer, progress: Progres
             f"checkpoint {step} of {run.path} was trained on other data (fingerprint {str(fingerprint)[:12]}, now "
             f"{job.source.fingerprint[:12]}): choose another run.name"
         )
+    newer = [name for name in checkpoints.leftovers() if _step_of(name) > step]
+    if newer:
+        progress.message(f"{', '.join(newer)} in {run.checkpoints} is not complete and is left out", warning=True)
     state: TrainState = checkpoints.restore(step, job.engine.abstract_state())
     progress.message(f"resumed  from step {step:,}")
     return state
+
+
+def _step_of(name: str) -> int:
+    """The step that a file below `checkpoints/` is named for, such as `20.incomplete-7`; -1 if none."""
+    number = name.partition(".")[0]
+    return int(number) if number.isdecimal() else -1
 
 
 def evaluate(job: Job, state: TrainState) -> float:
@@ -278,7 +287,8 @@ class Loop:
         self.losses.append(values["loss"])
         if values["skipped"]:
             self.progress.message(
-                f"update {step} skipped: a gradient was not finite (loss {values['loss']:.4f})", warning=True
+                f"update {step} skipped: the loss or a gradient was not finite (loss {values['loss']:.4f})",
+                warning=True,
             )
         log_every = self.config.train.log_every
         if step % log_every == 0 or step == self.config.train.steps:

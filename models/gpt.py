@@ -56,7 +56,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
+            if field.name != "dropout" and isinstance(value, int) and value < 1:
                 raise ModelError(f"GPT: {field.name}={value} must be at least 1")
         if self.dim % self.num_heads:
             raise ModelError(f"GPT: num_heads={self.num_heads} does not divide dim={self.dim}")

@@ -119,6 +119,9 @@ def test_a_parameter_that_is_never_read_is_named() -> None:
     [
         ({"stage": 4}, ConfigError, "must be 0, 1, 2 or 3"),
         ({"num_microbatches": 3}, ConfigError, "16 records cannot be cut"),
+        ({"num_microbatches": 0}, ConfigError, "num_microbatches=0 must be at least 1"),
+        ({"seed": 2**40}, ConfigError, r"must lie in \[0, 2\*\*32\)"),
+        ({"precision": "fp8"}, ConfigError, "precision 'fp8' must be float32"),
     ],
 )
 def test_mistakes(changes: dict, error: type[Exception], message: str) -> None:
@@ -134,6 +137,18 @@ def test_a_batch_may_be_on_the_host_or_on_the_devices() -> None:
     assert placed["x"].sharding == engine.batch_sharding
     losses = [float(engine.step(engine.init(), given)[1]["loss"]) for given in (batch, placed)]
     assert losses[0] == losses[1]
+
+
+def test_a_state_serves_one_step_and_a_batch_has_its_shapes() -> None:
+    engine = make_linear(optax.sgd(0.1), 1)
+    batch = {"x": np.ones(16, np.float32)}
+    state = engine.init()
+    after, _ = engine.step(state, batch)
+    with pytest.raises(ConfigError, match="was given to `step` before"):
+        engine.step(state, batch)
+    for other in ({"y": batch["x"]}, {"x": np.ones(8, np.float32)}):
+        with pytest.raises(ConfigError, match="the batch has the shapes"):
+            engine.step(after, other)
 
 
 def test_lowering_computes_nothing_and_names_the_state() -> None:

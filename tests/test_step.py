@@ -256,3 +256,16 @@ def test_the_donated_state_is_reused() -> None:
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     again = {leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new.params)}
     assert len(pointers & again) > len(pointers) / 2
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_though_its_gradient_is() -> None:
+    """A target outside the vocabulary makes the loss NaN, and no gradient."""
+    engine = make_engine(2, 2, 2)
+    batch = make_batch()
+    batch["targets"] = np.where(np.arange(SIZES.seq_len) == 0, -100, batch["targets"])
+    state = engine.init()
+    before = host(state.params)
+    state, metrics = engine.step(state, batch)
+    assert float(metrics["skipped"]) == 1
+    for path, value in host(state.params).items():
+        np.testing.assert_array_equal(value, before[path])

@@ -112,7 +112,8 @@ def test_residual_layers_start_smaller() -> None:
     [
         ({"num_heads": 5}, "num_heads=5 does not divide dim=32"),
         ({"loss_chunks": 3}, "loss_chunks=3 does not divide seq_len=16"),
-        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": 1.0}, r"dropout=1.0 must lie in \[0, 1\)"),
+        ({"dropout": -1}, r"dropout=-1 must lie in \[0, 1\)"),
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
     ],
 )
