@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,31 +94,30 @@ class Variant:
     """One way of writing it.
 
     Attributes:
-        unrolled: a Python loop over the layers, not a scan.
-        barrier: keeps the compiler from computing the residual stream again inside each gradient that reads it.
-        attention: written out, or `jax.nn.dot_product_attention`.
+        layers: a Python loop, a scan, or a scan whose layers are all unrolled. The last keeps what the backward pass
+            needs in memory; of a loop, the compiler computes much again inside each gradient that reads it.
+        barrier: after each residual add, which keeps the compiler from computing that again.
         placed: says at each residual add how the stream lies.
+        mapped: `data` is manual (`jax.shard_map`), and gradients are summed over it once, not by the compiler.
     """
 
-    unrolled: bool = True
+    layers: str = "unrolled scan"
     barrier: bool = True
-    own_attention: bool = True
     placed: bool = False
+    mapped: bool = False
 
     def __str__(self) -> str:
-        words = ["unrolled" if self.unrolled else "scanned"]
-        words += ["barriers"] * self.barrier + ["placed stream"] * self.placed
-        words += [] if self.own_attention else ["jax.nn attention"]
-        return ", ".join(words)
+        flags = {"barriers": self.barrier, "placed": self.placed, "mapped": self.mapped}
+        return ", ".join([self.layers, *(name for name, value in flags.items() if value)])
 
 
 def variants(plan: Plan) -> list[Variant]:
     """The variants that are worth a try on a layout."""
     if plan.quick:
-        return [Variant(), Variant(unrolled=False)]
-    found = [Variant(unrolled, barrier) for unrolled in (True, False) for barrier in (True, False)]
-    found.append(Variant(own_attention=False))
-    return found + [Variant(barrier=barrier, placed=True) for barrier in (True, False) if plan.model > 1]
+        return [Variant(), Variant("loop")]
+    found = [Variant(layers, barrier) for layers in ("unrolled scan", "loop", "scan") for barrier in (True, False)]
+    found += [Variant(barrier=barrier, placed=True) for barrier in (True, False) if plan.model > 1]
+    return found + [Variant(barrier=barrier, mapped=True) for barrier in (True, False) if plan.data > 1]
 
 
 HAND_SPECS = {
@@ -140,7 +138,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (x - mean) * (jax.lax.rsqrt(var + 1e-5) * scale) + bias
 
 
-def own_attention(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> jax.Array:
+def attention(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> jax.Array:
     """Causal attention, [B, T, H, K] each."""
     seq, head_dim = q_BTHK.shape[1], q_BTHK.shape[3]
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK * head_dim**-0.5, k_BTHK)
@@ -149,8 +147,7 @@ def own_attention(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> ja
 
 
 def hand_loss(num_layers: int, variant: Variant, mesh: Mesh) -> Callable[[Arrays, Batch], Any]:
-    """`(parameters, batch) -> mean loss per token`."""
-    attend = own_attention if variant.own_attention else partial(jax.nn.dot_product_attention, is_causal=True)
+    """`(parameters, batch) -> sum of the token losses`."""
 
     def residual(x_BTD: jax.Array) -> jax.Array:
         if variant.placed:
@@ -160,7 +157,7 @@ def hand_loss(num_layers: int, variant: Variant, mesh: Mesh) -> Callable[[Arrays
     def block(x_BTD: jax.Array, w: Arrays) -> jax.Array:
         h_BTD = layer_norm(x_BTD, w["ln_1/scale"], w["ln_1/bias"])
         qkv_BT3HK = jnp.einsum("btd,dchk->btchk", h_BTD, w["attn/qkv/kernel"]) + w["attn/qkv/bias"]
-        out_BTHK = attend(qkv_BT3HK[:, :, 0], qkv_BT3HK[:, :, 1], qkv_BT3HK[:, :, 2])
+        out_BTHK = attention(qkv_BT3HK[:, :, 0], qkv_BT3HK[:, :, 1], qkv_BT3HK[:, :, 2])
         x_BTD = residual(x_BTD + jnp.einsum("bthk,hkd->btd", out_BTHK, w["attn/out/kernel"]) + w["attn/bias"])
         h_BTD = layer_norm(x_BTD, w["ln_2/scale"], w["ln_2/bias"])
         h_BTF = jax.nn.gelu(h_BTD @ w["mlp/up/kernel"] + w["mlp/up/bias"], approximate=True)
@@ -170,27 +167,44 @@ def hand_loss(num_layers: int, variant: Variant, mesh: Mesh) -> Callable[[Arrays
         table_VD = p["wte/embedding"]
         x_BTD = residual(jnp.take(table_VD, batch["tokens"], axis=0) + p["wpe/embedding"])
         stacked = {path.removeprefix("blocks/"): x for path, x in p.items() if path.startswith("blocks/")}
-        if variant.unrolled:
+        if variant.layers == "loop":
             for i in range(num_layers):
                 x_BTD = block(x_BTD, {path: x[i] for path, x in stacked.items()})
         else:
-            x_BTD, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x_BTD, stacked)
+            unroll = num_layers if variant.layers == "unrolled scan" else 1
+            x_BTD, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x_BTD, stacked, unroll=unroll)
         logits_BTV = layer_norm(x_BTD, p["ln_f/scale"], p["ln_f/bias"]) @ table_VD.T
         # A comparison, not a lookup: each device then works on its part of a vocabulary that is cut.
         hit_BTV = jnp.arange(logits_BTV.shape[-1]) == batch["targets"][..., None]
         chosen_BT = jnp.sum(jnp.where(hit_BTV, logits_BTV, 0.0), -1)
-        losses_BT = (jax.nn.logsumexp(logits_BTV, -1) - chosen_BT) * batch["weights"]
-        return jnp.sum(losses_BT) / jnp.sum(batch["weights"])
+        return jnp.sum((jax.nn.logsumexp(logits_BTV, -1) - chosen_BT) * batch["weights"])
 
     return loss
 
 
-def hand_update(loss: Callable[[Arrays, Batch], Any], optim: OptimConfig) -> Callable[[Any, Batch], Any]:
-    """AdamW behind a clip by global norm: `((params, mu, nu, count), batch) -> (the next, loss)`."""
+def hand_gradients(num_layers: int, variant: Variant, mesh: Mesh) -> Callable[[Arrays, Batch], Any]:
+    """`(parameters, batch) -> (sum of the token losses, number of tokens, gradients of that sum)`."""
+    loss = hand_loss(num_layers, variant, mesh)
+
+    def gradients(params: Arrays, batch: Batch) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        sums = value, jnp.sum(batch["weights"]), grads
+        return jax.lax.psum(sums, "data") if variant.mapped else sums
+
+    if not variant.mapped:
+        return gradients
+    return jax.shard_map(
+        gradients, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+
+
+def hand_update(gradients: Callable[[Arrays, Batch], Any], optim: OptimConfig) -> Callable[[Any, Batch], Any]:
+    """AdamW behind a clip by global norm: `((params, mu, nu, count), batch) -> (the next, mean loss)`."""
 
     def update(state: Any, batch: Batch) -> Any:
         params, mu, nu, count = state
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, tokens, grads = gradients(params, batch)
+        grads = {path: g / tokens for path, g in grads.items()}
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads.values()))
         clip = jnp.minimum(1.0, CLIP_NORM / norm)
         count = count + 1
@@ -204,7 +218,7 @@ def hand_update(loss: Callable[[Arrays, Batch], Any], optim: OptimConfig) -> Cal
             decay = optim.weight_decay if path.endswith(("kernel", "embedding")) else 0.0
             return param - optim.lr * (step + decay * param)
 
-        return ({path: next_param(path, param) for path, param in params.items()}, mu, nu, count), value
+        return ({path: next_param(path, param) for path, param in params.items()}, mu, nu, count), value / tokens
 
     return update
 
@@ -252,7 +266,7 @@ def by_hand(plan: Plan, mesh: Mesh, params: Mapping[str, np.ndarray[Any, Any]]) 
     zeros = {path: np.zeros_like(x) for path, x in params.items()}
 
     def candidate(variant: Variant) -> Candidate:
-        update = hand_update(hand_loss(plan.config.num_layers, variant, mesh), OPTIM)
+        update = hand_update(hand_gradients(plan.config.num_layers, variant, mesh), OPTIM)
         step = jax.jit(update, donate_argnums=0, out_shardings=(shardings, replicated))
         return Candidate(step, lambda: jax.device_put((dict(params), zeros, zeros, np.int32(0)), shardings), float)
 
@@ -338,7 +352,8 @@ def measure(plan: Plan) -> dict[str, Any]:
 def train_arguments(sizes: Mapping[str, int], folder: str) -> list[str]:
     """Arguments of `meshtrain`: the example with other sizes."""
     overrides = [f"model.overrides.{key}={value}" for key, value in sizes.items() if key not in ("seq_len", "unroll")]
-    overrides += [f"data.seq_len={sizes['seq_len']}"] * ("seq_len" in sizes)
+    if "seq_len" in sizes:
+        overrides.append(f"data.seq_len={sizes['seq_len']}")
     config = str(ROOT / "examples" / "gpt_tiny.yaml")
     return ["train", config, f"run.dir={folder}", "log.progress=plain", "train.log_every=1", *overrides]
 

@@ -16,10 +16,20 @@ from types import FrameType
 from typing import Any, Literal
 
 import jax
+from jax.sharding import Mesh
 
 from meshtrain.checkpoint import JSON, Checkpointer
 from meshtrain.config import Config
-from meshtrain.data import Batches, EvalBatches, TokenSource, open_source, prefetch, to_global, unigram_entropy
+from meshtrain.data import (
+    Batches,
+    EvalBatches,
+    TokenSource,
+    abstract_batch,
+    open_source,
+    prefetch,
+    to_global,
+    unigram_entropy,
+)
 from meshtrain.engine import Engine, initialize, param_shapes
 from meshtrain.errors import CheckpointError
 from meshtrain.mesh import make_mesh, use_virtual_devices
@@ -87,9 +97,19 @@ def build(config: Config) -> Job:
     eval_batches = None
     if source.val is not None:
         eval_batches = EvalBatches(source.val, data.seq_len, train.global_batch, train.eval_batches)
-    engine = initialize(
+    return Job(config, source, target, make_engine(config, target, mesh), batches, eval_batches)
+
+
+def make_engine(config: Config, target: Target, mesh: Mesh) -> Engine:
+    """A config's model laid out on a mesh, and its training step. Needs no data, and a mesh may be one to compile for.
+
+    Raises:
+        UserError: the config, the model and the mesh do not fit together.
+    """
+    train = config.train
+    return initialize(
         target.model,
-        batches.abstract,
+        abstract_batch(train.global_batch, config.data.seq_len),
         mesh=mesh,
         rules=target.rules,
         optimizer=lambda layout: make_optimizer(
@@ -104,7 +124,6 @@ def build(config: Config) -> Job:
         sequence_parallel=train.sequence_parallel,
         seed=config.run.seed,
     )
-    return Job(config, source, target, engine, batches, eval_batches)
 
 
 def make_precision(config: Config) -> Precision:

@@ -60,7 +60,8 @@ def count_records(num_tokens: int, seq_len: int, what: str = "the source", cure:
     return (num_tokens - 1) // seq_len
 
 
-def _abstract(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape `[global_batch, seq_len]` and dtype of each array of a batch of records."""
     dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     return {name: jax.ShapeDtypeStruct((global_batch, seq_len), dtype) for name, dtype in dtypes.items()}
 
@@ -128,7 +129,7 @@ class Batches:
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shape `[global_batch, seq_len]` and dtype of each array of a batch."""
-        return _abstract(self.global_batch, self.seq_len)
+        return abstract_batch(self.global_batch, self.seq_len)
 
     def record_ids(self, step: int, rows: Rows = slice(None)) -> NDArray[np.int64]:
         """Which records the given rows of the batch of `step` (from 0) hold, shape [rows]."""
@@ -188,7 +189,7 @@ class EvalBatches:
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shape `[global_batch, seq_len]` and dtype of each array of a batch."""
-        return _abstract(self.global_batch, self.seq_len)
+        return abstract_batch(self.global_batch, self.seq_len)
 
     def record_ids(self, step: int, rows: Rows = slice(None)) -> NDArray[np.int64]:
         """Which records the given rows of validation batch `step` (from 0) hold, shape [rows]; -1 is padding."""
