@@ -19,6 +19,8 @@ from types import MappingProxyType
 import jax
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.errors import ModelError
+
 Placed = Mapping[str, tuple[P, ...]]
 
 _WHOLE = P(None, None, None)  # [batch, seq, d]
@@ -55,7 +57,22 @@ def name(x: jax.Array, point: str) -> jax.Array:
     * "branch_in": what enters a tensor-parallel branch (after the norm, before the column-parallel layer);
     * "branch_out": what leaves one (the result of a row-parallel layer or a vocabulary-parallel lookup, before it is
       added).
+
+    Raises:
+        ModelError: the rule cuts a dim that its axis does not divide (the compiler would pad it, at a cost unseen).
     """
     for spec in _placed.get().get(point, ()):
-        x = jax.lax.with_sharding_constraint(x, P(*(None,) * (x.ndim - len(spec)), *spec))
+        full = P(*(None,) * (x.ndim - len(spec)), *spec)
+        _check_divides(x.shape, full, point)
+        x = jax.lax.with_sharding_constraint(x, full)
     return x
+
+
+def _check_divides(shape: tuple[int, ...], spec: P, point: str) -> None:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    for dim, axis in enumerate(spec):
+        if axis is not None and shape[dim] % sizes[axis]:
+            raise ModelError(
+                f"'{point}' of shape {shape}: axis '{axis}' of size {sizes[axis]} does not divide dim {dim} of size "
+                f"{shape[dim]}: choose another sequence length or model axis, or leave sequence parallelism off"
+            )

@@ -7,7 +7,6 @@ SIGTERM with a checkpoint saved, run the same command again; 130 the same by Ctr
 import argparse
 import math
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,11 +22,15 @@ from rich.text import Text
 import meshtrain
 from meshtrain.config import Config, dump, fields, load
 from meshtrain.errors import UserError
-from meshtrain.runs import show_path
+from meshtrain.terminal import Terminal, command_line, command_name, show_path
 from meshtrain.trainer import Result, build, train
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
+_EXIT_CODES = (
+    "Exit codes: 0 done; 1 a check failed; 2 a mistake in the command, the config or the data; 75 stopped by SIGTERM "
+    "and 130 by Ctrl-C, with a checkpoint saved: the same command goes on."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,14 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-class _Console(Console):
-    """A console that leaves it to `main` what happens when the reader of its output goes away."""
-
-    def on_broken_pipe(self) -> None:
-        """Called while a `BrokenPipeError` is handled."""
-        raise
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="meshtrain", description="Tensor parallelism and ZeRO for any Flax model, on a named device mesh."
@@ -68,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + ".",
-            epilog=f"example: meshtrain {name} examples/gpt_tiny.yaml mesh.model=2 zero.stage=2 devices=8",
+            epilog=f"Example: meshtrain {name} examples/gpt_tiny.yaml devices=8 mesh.model=2. {_EXIT_CODES}",
         )  # fmt: skip
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or - for the defaults")
         command.add_argument(
@@ -95,7 +90,10 @@ def _train(args: argparse.Namespace) -> int:
     config = _load(args)
     result = train(config)
     if config.log.progress != "none":
-        _Console().print(_summary(config, shlex.join([args.config, *args.overrides]), result))
+        console = Terminal()
+        console.print(_summary(config, result))
+        for label, command in _suggestions(config, [args.config, *args.overrides], result):
+            console.print(Text.assemble((f"{label:<10}", "dim"), command), soft_wrap=True)  # one line, to be copied
     if result.outcome != "stopped":
         return 0
     return EXIT_STOPPED if result.signum == signal.SIGTERM else 128 + result.signum
@@ -103,7 +101,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _layout(args: argparse.Namespace) -> int:
     layout = build(_load(args)).engine.layout
-    console = _Console()
+    console = Terminal()
     if console.is_terminal:
         console.print(layout.table())
     else:
@@ -112,7 +110,7 @@ def _layout(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    console = _Console()
+    console = Terminal()
     if args.config is not None:
         console.print(dump(_load(args)), end="", markup=False, highlight=False, soft_wrap=True)
         return 0
@@ -130,11 +128,11 @@ def _yaml(value: Any) -> str:
     return words[value] if value is None or isinstance(value, bool) or value == "" else str(value)
 
 
-def _summary(config: Config, arguments: str, result: Result) -> Panel:
+def _summary(config: Config, result: Result) -> Panel:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    for label, text in _summary_rows(config, arguments, result):
+    for label, text in _summary_rows(result):
         table.add_row(label, text)
     titles = {
         "complete": f"run complete: {result.step:,} updates",
@@ -144,7 +142,7 @@ def _summary(config: Config, arguments: str, result: Result) -> Panel:
     return Panel(table, title=titles[result.outcome], title_align="left", expand=False, padding=(1, 2))
 
 
-def _summary_rows(config: Config, arguments: str, result: Result) -> list[tuple[str, str]]:
+def _summary_rows(result: Result) -> list[tuple[str, str]]:
     rows = []
     unigram = f"unigram entropy of the text {result.unigram:.4f}"
     if not math.isnan(result.val_loss):
@@ -153,17 +151,23 @@ def _summary_rows(config: Config, arguments: str, result: Result) -> list[tuple[
         per_byte = result.unigram / math.log(2)
         rows.append(("bits per byte", f"{result.bits_per_byte:.4f}   (unigram {per_byte:.4f})"))
     if not math.isnan(result.train_loss):
-        rows.append(("training loss", f"{result.train_loss:.4f}, mean of the last {config.train.log_every} updates"))
+        rows.append(("training loss", f"{result.train_loss:.4f}, mean of the last {result.num_averaged} updates"))
     if not math.isnan(result.tokens_per_s):
         rows.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s"))
     rows.append(("where", f"{show_path(result.path)}/ (config.yaml, metrics.jsonl, checkpoints/{result.step})"))
-    command = f"meshtrain train {arguments}"
-    if result.outcome == "stopped":
-        rows.append(("go on", "run the same command again: it resumes here"))
-    else:
-        rows.append(("extend it", f"{command} train.steps={2 * config.train.steps}"))
-        rows.append(("try next", f"{command} run.name=tp devices=8 mesh.model=2 zero.stage=3"))
     return rows
+
+
+def _suggestions(config: Config, arguments: Sequence[str], result: Result) -> list[tuple[str, str]]:
+    """What to do next, as commands to copy."""
+
+    def command(*changes: str) -> str:
+        return f"{command_name(sys.argv[0])} train {command_line(*arguments, *changes)}"
+
+    if result.outcome == "stopped":
+        return [("go on", f"{command()}   (the same command: it resumes here)")]
+    other = ("run.name=tp", "devices=8", "mesh.model=2", "zero.stage=3")
+    return [("extend it", command(f"train.steps={2 * config.train.steps}")), ("try next", command(*other))]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshtrain.activations import SEQUENCE_PARALLEL
 from meshtrain.adapters import Batch, LossSum, Model, Probe, abstract_params, probe
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, RuleError
 from meshtrain.layout import Layout, make_layout
 from meshtrain.mesh import batch_spec
 from meshtrain.precision import Precision
@@ -158,8 +158,7 @@ def initialize(
     Raises:
         UserError: the rules, the mesh and the batch do not fit together; the message says how.
     """
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"the ZeRO stage must be 0, 1, 2 or 3, got {stage}")
+    _check_arguments(batch, rules, optimizer, precision, stage)
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed={seed} must lie in [0, 2**32)")
     check_batch(batch, num_microbatches, mesh)
@@ -176,8 +175,28 @@ def initialize(
         activations=SEQUENCE_PARALLEL if sequence_parallel else {},
     )
     made = optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(layout)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(f"`optimizer` is a function that made a {type(made).__name__}, not an optax transformation")
     formats = Precision.make(precision) if isinstance(precision, str) else precision
     return Engine(model, Zero(layout, formats), made, config, shapes, seen)
+
+
+def _check_arguments(batch: Any, rules: Any, optimizer: Any, precision: Any, stage: Any) -> None:
+    """Refuses what has the wrong type, before jax does in its own words."""
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ConfigError(f"the ZeRO stage must be 0, 1, 2 or 3, got {stage!r}")
+    if not isinstance(optimizer, optax.GradientTransformation) and not callable(optimizer):
+        raise ConfigError(f"`optimizer` must be an optax transformation such as optax.adamw(1e-3), not {optimizer!r}")
+    if not isinstance(precision, str | Precision):
+        raise ConfigError(f'`precision` must be a name such as "bfloat16" or a `Precision`, not {precision!r}')
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
+        raise RuleError(
+            f"`rules` must be a list of (path regex, PartitionSpec), not {rules!r}; [] replicates everything"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            where = jax.tree_util.keystr(path) or "the batch"
+            raise ConfigError(f"{where} must be an array [batch, ...], not a {type(leaf).__name__}: use numpy.asarray")
 
 
 def param_shapes(layout: Layout) -> Mapping[str, jax.ShapeDtypeStruct]:

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from meshtrain.config import LogConfig
 from meshtrain.errors import ConfigError
+from meshtrain.terminal import Terminal
 
 # Dense rates (without 2:4 sparsity) of one GPU in TFLOP/s: float32 as TF32, which XLA runs a float32 matmul in by
 # default, then bfloat16 and float16. From the vendor's datasheets: "NVIDIA A100 Tensor Core GPU", "NVIDIA H100 Tensor
@@ -437,7 +438,7 @@ class Progress:
     def __init__(
         self, mode: Mode, total: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console or Console()
+        self._console = console or Terminal()
         if mode == "auto":
             mode = "live" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self.mode: Mode = mode  # no longer "auto"

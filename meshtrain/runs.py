@@ -108,6 +108,13 @@ class Run:
         """The resolved config."""
         return self.path / "config.yaml"
 
+    def record_config(self, config: Config) -> None:
+        """Writes `config.yaml`. A new run has it from the start; of a resumed one, it is replaced once the restore has
+        gone well: until then it says what the checkpoints were made with. Not for a process that only reads.
+        """
+        if self._state is not None:
+            atomic.write_text(self.config_path, dump(config))
+
     def update(self, step: int) -> None:
         """Records that `step` updates are done; for the log cadence, since it waits for the disk.
 
@@ -170,8 +177,8 @@ def open_run(
     """Makes `<run.dir>/<run.name>/`, or opens it again to resume.
 
     Every process of a job calls it; directories appear once, however many call at the same time. The owner also takes
-    the directory, records itself in `run.json` and writes `config.yaml`. Where earlier processes have trained or saved
-    something, the config must compute the same as theirs, see `compare_configs`.
+    the directory, records itself in `run.json` and, of a new run, writes `config.yaml`. Where earlier processes have
+    trained or saved something, the config must compute the same as theirs, see `compare_configs`.
 
     Args:
         config: the resolved config.
@@ -193,11 +200,6 @@ def open_run(
             return _take(path, config, allow, _job(environment))
     except OSError as error:
         raise UserError(f"{path}: cannot be used as a run directory: {error.strerror or error}") from error
-
-
-def show_path(path: Path) -> str:
-    """A path as a person at this prompt would write it: relative, if it lies below the working directory."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def safe_name(name: str) -> str:
@@ -304,7 +306,8 @@ def _take(path: Path, config: Config, allow: Sequence[str], job: str) -> Run:
         token=uuid.uuid4().hex,
     )
     run = _describe_run(path, config, allow, state)
-    atomic.write_text(run.config_path, dump(config))
+    if not run.resumed:
+        run.record_config(config)
     _write_state(path, state)
     threading.Thread(target=run._beat, name="run-heartbeat", daemon=True).start()
     return run

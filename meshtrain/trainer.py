@@ -36,9 +36,10 @@ from meshtrain.mesh import make_mesh, use_virtual_devices
 from meshtrain.metrics import Progress, Sinks, Throughput, flops_per_token, mfu, open_sinks, peak_flops
 from meshtrain.optim import make_optimizer, make_schedule
 from meshtrain.precision import Precision
-from meshtrain.runs import Run, open_run, show_path
+from meshtrain.runs import Run, open_run
 from meshtrain.state import TrainState
 from meshtrain.target import Target, load_target
+from meshtrain.terminal import show_path
 
 Outcome = Literal["complete", "already complete", "stopped"]
 
@@ -50,7 +51,7 @@ class Result:
     Attributes:
         outcome: "stopped": a signal came, and the state was saved.
         step: updates done in the whole run.
-        train_loss: mean per token of the last logged updates, in nats; NaN where none was made.
+        train_loss: mean per token of the last `num_averaged` updates, in nats; NaN where none was made.
         val_loss: mean per token over the fixed validation set, in nats; NaN without one.
         tokens_per_s: over the last log interval; NaN where none was measured.
         unigram: entropy of the validation tokens, each drawn by its frequency: what a model without context reaches.
@@ -67,6 +68,7 @@ class Result:
     bits_per_byte: float | None
     path: Path
     signum: int = 0
+    num_averaged: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +156,7 @@ def train(config: Config, progress: Progress | None = None) -> Result:
         for text in sorted({str(warning.message) for warning in caught}):
             progress.message(text, warning=True)
         state = start_state(job, run, checkpoints, progress)
+        run.record_config(config)
         first = int(state.step)
         if first >= config.train.steps:
             return _finish(job, run, state, "already complete")
@@ -177,6 +180,9 @@ def describe(job: Job, run: Run) -> Iterator[str]:
         f"batch    {config.train.global_batch} records = {job.batches.num_tokens_per_batch:,} tokens per update, "
         f"in {config.train.microbatches} microbatch{'es' * (config.train.microbatches > 1)}"
     )
+    if config.train.global_batch > job.batches.num_records:
+        times = config.train.global_batch / job.batches.num_records
+        yield f"         each update reads the whole text {times:.1f} times: a smaller train.global_batch does as well"
     for line in run.changed:
         yield f"changed  {line}"
 
@@ -328,7 +334,8 @@ class Loop:
             record |= {} if used is None else {"mfu": used}
         self.sinks.write(step, record)
         self.progress.update(step, record)
-        self.last = record | {"mean_loss": math.fsum(self.losses) / len(self.losses)}
+        count = len(self.losses)
+        self.last = record | {"mean_loss": math.fsum(self.losses) / count, "num_averaged": count}
         self.losses.clear()
         self.run.update(step)
 
@@ -376,6 +383,7 @@ class Loop:
         return dataclasses.replace(
             result,
             train_loss=self.last.get("mean_loss", math.nan),
+            num_averaged=self.last.get("num_averaged", 0),
             tokens_per_s=tokens_per_s,
             signum=self.stop.signum if not complete else 0,
         )

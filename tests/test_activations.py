@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.activations import SEQUENCE_PARALLEL, Placed, name, placed
+from meshtrain.errors import ModelError
 from meshtrain.mesh import make_mesh
 
 X = np.arange(2 * 8 * 4, dtype=np.float32).reshape(2, 8, 4)
@@ -71,3 +72,9 @@ def test_values_and_gradients_pass() -> None:
             loss, grad = jax.jit(jax.value_and_grad(lambda x, point=point: jnp.sum(name(x * 3, point) ** 2)))(X)
         np.testing.assert_array_equal(grad, 18 * X)
         np.testing.assert_allclose(loss, 9 * (X**2).sum(), rtol=1e-6)
+
+
+def test_a_dim_that_the_axis_does_not_divide_is_refused() -> None:
+    message = r"'residual' of shape \(2, 9, 4\): axis 'model' of size 2 does not divide dim 1"
+    with jax.set_mesh(make_mesh(4, 2)), placed(SEQUENCE_PARALLEL), pytest.raises(ModelError, match=message):
+        jax.eval_shape(lambda x: name(x, "residual"), jnp.zeros((2, 9, 4)))

@@ -233,8 +233,26 @@ def test_the_exit_code_says_how_it_ended(
     assert (exit_code, out, err) == (code, "", "")
     exit_code, out, err = run("train", "micro.yaml")
     assert (exit_code, err) == (code, "")
-    assert ("run the same command again" in out) == (outcome == "stopped")
+    assert ("the same command: it resumes here" in out) == (outcome == "stopped")
     assert "nan" not in out
+
+
+def test_suggested_commands_can_be_copied(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on one line whatever the width, a key once, and started the way that this one was."""
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/meshtrain").touch()
+    result = Result("complete", 2, 3.0, 2.9, 100.0, 3.4, None, Path("runs/micro"), num_averaged=2)
+    monkeypatch.setattr(cli, "train", lambda config: result)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/meshtrain"])
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = run("train", "micro.yaml", "train.steps=2", "optim.lr=1e-2", "zero.stage=1")
+    commands = [line.split(None, 2)[2] for line in out.splitlines() if line.startswith(("extend it", "try next"))]
+    start = ".venv/bin/meshtrain train micro.yaml"
+    assert commands == [
+        f"{start} train.steps=4 optim.lr=1e-2 zero.stage=1",
+        f"{start} train.steps=2 optim.lr=1e-2 zero.stage=3 run.name=tp devices=8 mesh.model=2",
+    ]
+    assert "mean of the last 2 updates" in " ".join(out.replace("│", " ").split())
 
 
 def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +323,17 @@ def test_a_reader_that_goes_away_is_no_error(folder: Path, command: str) -> None
         err = process.stderr.read()
     assert process.returncode == 128 + signal.SIGPIPE
     assert err == ""
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_ends_training_as_it_ends_other_programs(folder: Path) -> None:
+    with spawn(folder, *TRAIN, "train.steps=10000") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow

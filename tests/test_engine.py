@@ -165,3 +165,24 @@ def test_errors_are_the_users(tmp_path) -> None:
             rules=[("qkv/kernel", P())],
             optimizer=optax.sgd(0.1),
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stage": True}, "ZeRO stage must be 0, 1, 2 or 3, got True"),
+        ({"stage": "2"}, "got '2'"),
+        ({"optimizer": "adamw"}, "optax transformation such as optax.adamw"),
+        ({"optimizer": lambda layout: None}, "made a NoneType, not an optax"),
+        ({"precision": jnp.bfloat16}, "`precision` must be a name"),
+        ({"rules": None}, "`rules` must be a list"),
+        ({"rules": "kernel"}, "`rules` must be a list"),
+        ({"batch": {"x": [0.0] * 16}}, r"\['x'\]\[0\] must be an array"),
+        ({"batch": {"x": "text"}}, r"\['x'\] must be an array .* not a str"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named(change: dict, message: str) -> None:
+    given = {"batch": {"x": np.zeros(16, np.float32)}, "mesh": make_mesh(4, 2), "rules": RULES} | change
+    arguments = {"optimizer": optax.sgd(1.0)} | given
+    with pytest.raises(UserError, match=message):
+        initialize(from_function(init, loss), **arguments)

@@ -297,7 +297,8 @@ def test_another_config_in_a_run_with_progress_is_refused_by_key(tmp_path: Path)
     assert snapshot(run.path) == before
     with open_run(other, allow=["model.preset", "run.seed"]) as again:
         assert again.changed == ["mesh.model: 1 -> 2", "run.seed: 0 -> 5", "model.preset: tiny -> small"]
-        assert load(again.config_path) == other
+        again.record_config(other)
+    assert load(again.config_path) == other
 
 
 def test_a_run_that_did_nothing_yet_takes_any_config(tmp_path: Path) -> None:
@@ -326,3 +327,16 @@ def test_progress_without_a_config_is_refused(tmp_path: Path) -> None:
 )
 def test_the_job_is_named_as_it_is_requeued(environment: dict[str, str], job: str) -> None:
     assert runs._job(environment) == job
+
+
+def test_a_resumed_runs_config_is_replaced_only_when_it_is_said(tmp_path: Path) -> None:
+    """A resume that fails on the way must leave what says how the checkpoints were made."""
+    with open_run(make_config(tmp_path)) as run:
+        run.update(3)
+    before = run.config_path.read_text()
+    with pytest.raises(RuntimeError), open_run(make_config(tmp_path, "mesh.model=2")) as run:
+        raise RuntimeError("the restore failed")
+    assert run.config_path.read_text() == before
+    with open_run(make_config(tmp_path, "mesh.model=2")) as run:
+        run.record_config(make_config(tmp_path, "mesh.model=2"))
+    assert load(run.config_path).mesh.model == 2
