@@ -157,6 +157,11 @@ class TrainConfig(Section):
     eval_every: int = Field(default=100, ge=0, description="Updates between evaluations (0: only at the end)")
     eval_batches: int = Field(default=8, ge=1, description="Batches of the fixed validation set")
     log_every: int = Field(default=10, ge=1, description="Updates between log lines")
+    max_skipped: int = Field(
+        default=20,
+        ge=1,
+        description="Updates in a row whose loss or gradient may be NaN or infinite before the run stops",
+    )
 
 
 class PrecisionConfig(Section):

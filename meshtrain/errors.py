@@ -28,5 +28,9 @@ class DataError(UserError):
     """A data source is missing, empty, too short or holds what the model cannot take."""
 
 
+class TrainingError(UserError):
+    """Training cannot go on: its loss or gradients are not finite."""
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete, or does not fit the run."""

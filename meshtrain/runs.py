@@ -39,7 +39,7 @@ FREE_KEYS = frozenset(
     {
         *("run.name", "run.dir", "model.rules", "data.prefetch", "devices"),
         *("train.microbatches", "train.remat", "train.sequence_parallel"),
-        *("train.eval_every", "train.eval_batches", "train.log_every"),
+        *("train.eval_every", "train.eval_batches", "train.log_every", "train.max_skipped"),
     }
 )
 

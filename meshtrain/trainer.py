@@ -31,7 +31,7 @@ from meshtrain.data import (
     unigram_entropy,
 )
 from meshtrain.engine import Engine, initialize, param_shapes
-from meshtrain.errors import CheckpointError
+from meshtrain.errors import CheckpointError, TrainingError
 from meshtrain.mesh import make_mesh, use_virtual_devices
 from meshtrain.metrics import Progress, Sinks, Throughput, flops_per_token, mfu, open_sinks, peak_flops
 from meshtrain.optim import make_optimizer, make_schedule
@@ -272,6 +272,7 @@ class Loop:
         self.throughput = Throughput()
         self.flops_per_token = _flops_per_token(job)
         self.losses: list[float] = []  # since the last log line
+        self.skipped = 0  # updates in a row
         self.last: dict[str, Any] = {}
         self.val_loss = math.nan
 
@@ -310,16 +311,29 @@ class Loop:
         values = {name: float(value) for name, value in metrics.items()}
         self.throughput.add(int(values["tokens"]))
         self.losses.append(values["loss"])
-        if values["skipped"]:
-            self.progress.message(
-                f"update {step} skipped: the loss or a gradient was not finite (loss {values['loss']:.4f})",
-                warning=True,
-            )
+        self._count_skipped(step, values)
         log_every = self.config.train.log_every
         if step % log_every == 0 or step == self.config.train.steps:
             self._log(step, values)
         else:
             self.progress.update(step)
+
+    def _count_skipped(self, step: int, values: dict[str, float]) -> None:
+        """Says that an update was skipped, and stops a run that does nothing else.
+
+        Raises:
+            TrainingError: `train.max_skipped` in a row. A float16 loss scale that starts too high halves at each.
+        """
+        self.skipped = self.skipped + 1 if values["skipped"] else 0
+        if not self.skipped:
+            return
+        what = f"the loss or a gradient was not finite (loss {values['loss']:.4f})"
+        self.progress.message(f"update {step} skipped: {what}", warning=True)
+        if self.skipped >= self.config.train.max_skipped:
+            raise TrainingError(
+                f"updates {step - self.skipped + 1} to {step} were all skipped: {what}; the weights are as they were "
+                "before them. Lower optim.lr, set optim.clip_norm, or look at the data"
+            )
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         record: dict[str, Any] = values | {"lr": float(self.schedule(step - 1))}

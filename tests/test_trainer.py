@@ -15,7 +15,7 @@ import pytest
 
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, load
-from meshtrain.errors import ConfigError, DataError, UserError
+from meshtrain.errors import ConfigError, DataError, TrainingError, UserError
 from meshtrain.metrics import read_metrics
 from meshtrain.trainer import build, evaluate, stop_on_signal, train
 from tests.tiny_gpt import host, make_batch, make_engine
@@ -206,6 +206,14 @@ def test_mistakes_are_named_before_anything_is_computed(
     with pytest.raises(error, match=message):
         train(make_config(tmp_path, *overrides))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_only_skips_updates_stops(tmp_path: Path) -> None:
+    """A rate that overflows the weights: the first update makes them infinite, all others are skipped."""
+    config = make_config(tmp_path, "train.steps=50", "train.max_skipped=3", "optim.lr=1e38", "checkpoint.every=1")
+    with pytest.raises(TrainingError, match="updates 2 to 4 were all skipped"):
+        train(config)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "failed"
 
 
 def test_the_handler_only_sets_a_flag_and_is_put_back() -> None:
