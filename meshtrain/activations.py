@@ -35,6 +35,7 @@ SEQUENCE_PARALLEL: Placed = {
     "branch_out": (_WHOLE, _CUT),
 }
 
+_seen: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("seen", default=None)
 _placed: contextvars.ContextVar[Placed] = contextvars.ContextVar("placed", default=MappingProxyType({}))
 
 
@@ -46,6 +47,17 @@ def placed(rules: Placed) -> Iterator[None]:
         yield
     finally:
         _placed.reset(token)
+
+
+@contextlib.contextmanager
+def points_seen() -> Iterator[set[str]]:
+    """Collects the names of the points that a model passes while it is traced inside."""
+    seen: set[str] = set()
+    token = _seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
 
 
 def name(x: jax.Array, point: str) -> jax.Array:
@@ -61,6 +73,9 @@ def name(x: jax.Array, point: str) -> jax.Array:
     Raises:
         ModelError: the rule cuts a dim that its axis does not divide (the compiler would pad it, at a cost unseen).
     """
+    seen = _seen.get()
+    if seen is not None:
+        seen.add(point)
     for spec in _placed.get().get(point, ()):
         full = P(*(None,) * (x.ndim - len(spec)), *spec)
         _check_divides(x.shape, full, point)

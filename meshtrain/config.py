@@ -346,7 +346,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         node = node[parent]
         if not isinstance(node, dict):
             raise ConfigError(f"'{key}': '{parent}' is a value, not a section")
-    node[last] = _parse_yaml(text, f"override {key}")
+    value = _parse_yaml(text, f"override {key}")
+    if key in _SECTIONS and isinstance(value, dict) and isinstance(node.get(key), dict):
+        value = node[key] | value  # train={steps: 2} sets one key of the file's section, and keeps the others
+    node[last] = value
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
@@ -406,6 +409,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "model_type":
         return f"{key}: must be a section with keys of its own, got {_short(given)}"
     text = f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {_short(given)}"
+    if error["type"] == "string_type" and isinstance(given, bool | int | float | None):
+        text += f""" (YAML reads it so; in quotes it is text: {key}='"{given}"')"""
     if isinstance(given, str) and _FLOAT.match(given):
         text += f" (a text because of its quotes: write {given} without them)"
     return text

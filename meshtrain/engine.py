@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from meshtrain.activations import SEQUENCE_PARALLEL
+from meshtrain.activations import SEQUENCE_PARALLEL, points_seen
 from meshtrain.adapters import Batch, LossSum, Model, Probe, abstract_params, probe
-from meshtrain.errors import ConfigError, RuleError
+from meshtrain.errors import ConfigError, MeshError, ModelError, RuleError
 from meshtrain.layout import Layout, make_layout
 from meshtrain.mesh import batch_spec
 from meshtrain.precision import Precision
@@ -95,7 +95,12 @@ class Engine:
             return self.jitted_step(state, self.shard(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> LossSum:
-        """`(sum of token losses, number of tokens)` of a batch, without dropout."""
+        """`(sum of token losses, number of tokens)` of a batch of any size that the mesh divides, without dropout.
+
+        Raises:
+            ConfigError: the mesh does not divide it.
+        """
+        check_batch(batch, 1, self.mesh)
         with jax.set_mesh(self.mesh):
             return self._jitted_eval(state.params, self.shard(batch))
 
@@ -158,13 +163,19 @@ def initialize(
     Raises:
         UserError: the rules, the mesh and the batch do not fit together; the message says how.
     """
-    _check_arguments(batch, rules, optimizer, precision, stage)
+    _check_arguments(model, batch, mesh, rules, optimizer, precision, stage)
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed={seed} must lie in [0, 2**32)")
     check_batch(batch, num_microbatches, mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     params = abstract_params(model, shapes)
-    seen = probe(model, params, shapes)
+    with points_seen() as points:
+        seen = probe(model, params, shapes)
+    if sequence_parallel and "residual" not in points:
+        raise ConfigError(
+            "sequence parallelism cuts what the model names, and this one never says "
+            'meshtrain.name(x, "residual"): name its residual stream (see models/gpt.py) or leave the switch off'
+        )
     layout = make_layout(params, rules, mesh, stage, seen.num_stacked)
     for text in [*layout.warnings, *(f"the loss never reads '{path}': its gradient is zero" for path in seen.unread)]:
         warnings.warn(text, LayoutWarning, stacklevel=2)
@@ -181,11 +192,18 @@ def initialize(
     return Engine(model, Zero(layout, formats), made, config, shapes, seen)
 
 
-def _check_arguments(batch: Any, rules: Any, optimizer: Any, precision: Any, stage: Any) -> None:
+def _check_arguments(model: Any, batch: Any, mesh: Any, rules: Any, optimizer: Any, precision: Any, stage: Any) -> None:
     """Refuses what has the wrong type, before jax does in its own words."""
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+    if not isinstance(model, Model):
+        made = getattr(model, "__name__", type(model).__name__)
+        raise ModelError(f"`model` must come from from_nnx, from_linen or from_function, and is {made}")
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"`mesh` must come from make_mesh, such as make_mesh(model=2), and is {mesh!r}")
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ConfigError(f"the ZeRO stage must be 0, 1, 2 or 3, got {stage!r}")
-    if not isinstance(optimizer, optax.GradientTransformation) and not callable(optimizer):
+    if not isinstance(optimizer, optax.GradientTransformation) and (
+        not callable(optimizer) or getattr(optimizer, "__module__", "").startswith("optax")
+    ):
         raise ConfigError(f"`optimizer` must be an optax transformation such as optax.adamw(1e-3), not {optimizer!r}")
     if not isinstance(precision, str | Precision):
         raise ConfigError(f'`precision` must be a name such as "bfloat16" or a `Precision`, not {precision!r}')

@@ -60,6 +60,8 @@ def make_mesh(data: int = -1, model: int = 1, devices: Sequence[jax.Device] | No
     Raises:
         MeshError: the sizes do not multiply to the number of devices.
     """
+    if type(data) is not int or type(model) is not int:
+        raise MeshError(f"the sizes of a mesh are whole numbers, got data={data!r} and model={model!r}")
     devices = list(jax.devices() if devices is None else devices)
     devices.sort(key=lambda device: (device.process_index, device.id))
     if not devices:

@@ -174,6 +174,8 @@ def check_batch(batch: Batch, num_microbatches: int, mesh: jax.sharding.Mesh) ->
         raise ConfigError(f"num_microbatches={num_microbatches} must be at least 1")
     parts = num_microbatches * num_batch_shards(mesh)
     sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(batch)}
+    if not sizes:
+        raise ConfigError("a batch must hold at least one array [batch, ...], and this one holds none")
     if len(sizes) != 1:
         raise ConfigError(f"the arrays of a batch must agree in their first dim, got sizes {sorted(sizes)}")
     size = sizes.pop()

@@ -31,7 +31,7 @@ from meshtrain.data import (
     unigram_entropy,
 )
 from meshtrain.engine import Engine, initialize, param_shapes
-from meshtrain.errors import CheckpointError, TrainingError
+from meshtrain.errors import CheckpointError, ConfigError, TrainingError
 from meshtrain.mesh import make_mesh, use_virtual_devices
 from meshtrain.metrics import Progress, Sinks, Throughput, flops_per_token, mfu, open_sinks, peak_flops
 from meshtrain.optim import make_optimizer, make_schedule
@@ -96,6 +96,11 @@ def build(config: Config) -> Job:
     mesh = make_mesh(config.mesh.data, config.mesh.model)
     source = open_source(data, config.run.seed)
     batches = Batches(source.tokens, data.seq_len, train.global_batch, config.run.seed)
+    if train.global_batch > batches.num_records:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} is more than the {batches.num_records} records of the data: each "
+            "update would read some of them twice; lower it, or data.seq_len, or give more data"
+        )
     eval_batches = None
     if source.val is not None:
         eval_batches = EvalBatches(source.val, data.seq_len, train.global_batch, train.eval_batches)
@@ -180,9 +185,6 @@ def describe(job: Job, run: Run) -> Iterator[str]:
         f"batch    {config.train.global_batch} records = {job.batches.num_tokens_per_batch:,} tokens per update, "
         f"in {config.train.microbatches} microbatch{'es' * (config.train.microbatches > 1)}"
     )
-    if config.train.global_batch > job.batches.num_records:
-        times = config.train.global_batch / job.batches.num_records
-        yield f"         each update reads the whole text {times:.1f} times: a smaller train.global_batch does as well"
     for line in run.changed:
         yield f"changed  {line}"
 

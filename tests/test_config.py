@@ -88,8 +88,8 @@ def test_overrides_apply_in_order_and_may_fill_a_whole_section(read: Any) -> Non
     text = "train: {steps: 5}\noptim:\n"
     assert read(text, "train.steps=6", "train.steps=7").train.steps == 7
     assert read(text, "optim.lr=1").optim.lr == 1.0  # the section is null in the file
-    replaced = read(text, "train={global_batch: 8}").train
-    assert (replaced.global_batch, replaced.steps) == (8, 1000)  # replaced, not merged
+    merged = read(text, "train={global_batch: 8}").train
+    assert (merged.global_batch, merged.steps) == (8, 5)  # the file's other keys stay
     assert read(text, "model.overrides.num_layers=6", "model.overrides.dropout=0.5").model.overrides == {
         "num_layers": 6,
         "dropout": 0.5,
@@ -146,6 +146,10 @@ def test_a_key_given_twice_is_refused_with_its_line(refusal: Any, text: str, exp
     assert refusal(text) == expected
 
 
+def quotes(key: str, value: int) -> str:
+    return f""" (YAML reads it so; in quotes it is text: {key}='"{value}"')"""
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -160,7 +164,7 @@ def test_a_key_given_twice_is_refused_with_its_line(refusal: Any, text: str, exp
         ("run: {seed: 1:30}", "run.seed: input should be a valid integer, got '1:30'"),
         ("run: {seed: -1}", "run.seed: input should be greater than or equal to 0, got -1"),
         ("run: {seed: 4294967296}", "run.seed: input should be less than 4294967296, got 4294967296"),
-        ("run: {name: 2024}", "run.name: input should be a valid string, got 2024"),
+        ("run: {name: 2024}", "run.name: input should be a valid string, got 2024" + quotes("run.name", 2024)),
         ("optim: {lr: true}", "optim.lr: input should be a valid number, got True"),
         ("optim: {lr: fast}", "optim.lr: input should be a valid number, got 'fast'"),
         ("optim: {lr: .nan}", "optim.lr: input should be a finite number, got nan"),
@@ -174,7 +178,7 @@ def test_a_key_given_twice_is_refused_with_its_line(refusal: Any, text: str, exp
         ("mesh: {model: 0}", "mesh.model: input should be greater than or equal to 1, got 0"),
         ("log: {tensorboard: 1}", "log.tensorboard: input should be a valid boolean, got 1"),
         ("data: {paths: x}", "data.paths: input should be a valid list, got 'x'"),
-        ("data: {paths: [1]}", "data.paths.0: input should be a valid string, got 1"),
+        ("data: {paths: [1]}", "data.paths.0: input should be a valid string, got 1" + quotes("data.paths.0", 1)),
         ("train: 3", "train: must be a section with keys of its own, got 3"),
         ("train: [1]", "train: must be a section with keys of its own, got [1]"),
         ("1: {}", "1: keys should be strings, got 1"),

@@ -172,6 +172,13 @@ def test_errors_are_the_users(tmp_path) -> None:
     [
         ({"stage": True}, "ZeRO stage must be 0, 1, 2 or 3, got True"),
         ({"stage": "2"}, "got '2'"),
+        ({"stage": 2.0}, "got 2.0"),
+        ({"model": init}, "`model` must come from from_nnx, from_linen or from_function, and is init"),
+        ({"model": None}, "`model` must come from"),
+        ({"mesh": "4x2"}, "`mesh` must come from make_mesh"),
+        ({"batch": {}}, "at least one array"),
+        ({"optimizer": optax.adamw}, "optax transformation such as"),
+        ({"sequence_parallel": True}, 'never says meshtrain.name\\(x, "residual"\\)'),
         ({"optimizer": "adamw"}, "optax transformation such as optax.adamw"),
         ({"optimizer": lambda layout: None}, "made a NoneType, not an optax"),
         ({"precision": jnp.bfloat16}, "`precision` must be a name"),
@@ -183,6 +190,14 @@ def test_errors_are_the_users(tmp_path) -> None:
 )
 def test_an_argument_of_the_wrong_type_is_named(change: dict, message: str) -> None:
     given = {"batch": {"x": np.zeros(16, np.float32)}, "mesh": make_mesh(4, 2), "rules": RULES} | change
-    arguments = {"optimizer": optax.sgd(1.0)} | given
+    arguments = {"model": from_function(init, loss), "optimizer": optax.sgd(1.0)} | given
     with pytest.raises(UserError, match=message):
-        initialize(from_function(init, loss), **arguments)
+        initialize(**arguments)
+
+
+def test_an_evaluation_batch_may_have_another_size_that_divides() -> None:
+    engine = make_linear(optax.sgd(1.0), 1)
+    state = engine.init()
+    assert float(engine.evaluate(state, {"x": np.zeros(8, np.float32)})[1]) == 8
+    with pytest.raises(ConfigError, match="a global batch of 13 records cannot be cut"):
+        engine.evaluate(state, {"x": np.zeros(13, np.float32)})

@@ -62,6 +62,12 @@ def test_the_sizes_are_those_asked_for(data: int, model: int, sizes: tuple[int, 
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
 
 
+@pytest.mark.parametrize("sizes", [{"data": "4"}, {"model": 2.0}, {"model": True}])
+def test_sizes_are_whole_numbers(sizes: dict) -> None:
+    with pytest.raises(MeshError, match="whole numbers"):
+        make_mesh(**sizes)
+
+
 def test_one_device_is_a_mesh_of_both_axes() -> None:
     mesh = make_mesh(devices=jax.devices()[:1])
     assert dict(mesh.shape) == {"data": 1, "model": 1}
