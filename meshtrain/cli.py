@@ -5,14 +5,16 @@ SIGTERM with a checkpoint saved, run the same command again; 130 the same by Ctr
 """
 
 import argparse
+import errno
 import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
@@ -20,10 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 import meshtrain
+from meshtrain import lint, prove
 from meshtrain.config import Config, dump, fields, load
 from meshtrain.errors import UserError
 from meshtrain.terminal import Terminal, command_line, command_name, show_path
 from meshtrain.trainer import Result, build, train
+
+Run = Callable[[argparse.Namespace], int]
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
@@ -31,24 +36,53 @@ _EXIT_CODES = (
     "Exit codes: 0 done; 1 a check failed; 2 a mistake in the command, the config or the data; 75 stopped by SIGTERM "
     "and 130 by Ctrl-C, with a checkpoint saved: the same command goes on."
 )
+_MEMORY_ADVICE = (
+    "Lower train.global_batch or raise train.microbatches, set train.remat=full, or raise zero.stage or mesh.model; "
+    "`meshtrain lint` shows what rests where"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     sys.path.insert(0, os.getcwd())  # a model of the user's own, named by model.target, lies beside the config
     try:
         code = int(args.run(args))
         sys.stdout.flush()  # a reader that has gone shows here, not when the interpreter ends
         return code
     except UserError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
+        _complain(str(error))
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _complain(f"out of memory: {str(error).splitlines()[0]}. {_MEMORY_ADVICE}")
+        return EXIT_USER_ERROR
     except BrokenPipeError:  # the reader, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        _complain(f"{error.filename or 'output'}: {error.strerror}: free some space, or choose another place")
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _complain(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {text}", style="red", markup=False)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; overrides may stand before, between and after options, which argparse alone does not take."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-") or "overrides" not in args]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.overrides = [*getattr(args, "overrides", []), *rest]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,18 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"meshtrain {meshtrain.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, text in (
-        ("train", _train, "train a model, resuming from the run's newest checkpoint"),
-        ("layout", _layout, "show where each parameter lies, without training"),
-    ):
+    for name, run, add_arguments, text in _COMMANDS:
         command = commands.add_parser(
-            name, help=text, description=text[0].upper() + text[1:] + ".",
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.",
             epilog=f"Example: meshtrain {name} examples/gpt_tiny.yaml devices=8 mesh.model=2. {_EXIT_CODES}",
         )  # fmt: skip
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or - for the defaults")
         command.add_argument(
             "overrides", nargs="*", default=[], metavar="key=value", help="for instance train.steps=100"
         )
+        add_arguments(command)
         command.set_defaults(run=run)
     command = commands.add_parser("config", help="show every field with its default, or a resolved config")
     command.add_argument("config", nargs="?", metavar="CONFIG", help="resolve this file instead")
@@ -84,6 +116,14 @@ def _load(args: argparse.Namespace) -> Config:
             f"- {args.config} for the defaults"
         )
     return load(None if args.config == "-" else args.config, args.overrides)
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """A command of CONFIG and overrides alone."""
+
+
+def _on_config(run: Callable[[Config, argparse.Namespace], int]) -> Run:
+    return lambda args: run(_load(args), args)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -123,6 +163,14 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
+_COMMANDS: tuple[tuple[str, Run, Callable[[argparse.ArgumentParser], None], str], ...] = (
+    ("train", _train, _no_arguments, "train a model, resuming from the run's newest checkpoint"),
+    ("layout", _layout, _no_arguments, "show where each parameter lies, without training"),
+    ("lint", _on_config(lint.run), lint.add_arguments, "list everything that is wrong with a layout, in seconds"),
+    ("prove", _on_config(prove.run), prove.add_arguments, "compare a layout's gradients and updates with one device's"),
+)
+
+
 def _yaml(value: Any) -> str:
     words = {None: "null", True: "true", False: "false", "": '""'}
     return words[value] if value is None or isinstance(value, bool) or value == "" else str(value)
@@ -135,9 +183,11 @@ def _summary(config: Config, result: Result) -> Panel:
     for label, text in _summary_rows(result):
         table.add_row(label, text)
     titles = {
-        "complete": f"run complete: {result.step:,} updates",
+        "complete": f"run complete: {_count(result.step, 'update')}",
         "already complete": f"this run is complete already: {result.step:,} updates",
-        "stopped": f"stopped at update {result.step:,} of {config.train.steps:,}; the state is saved",
+        "stopped": f"stopped at update {result.step:,} of {config.train.steps:,}; the state is saved"
+        if result.step
+        else "stopped before the first update; there was nothing to save",
     }
     return Panel(table, title=titles[result.outcome], title_align="left", expand=False, padding=(1, 2))
 
@@ -151,11 +201,17 @@ def _summary_rows(result: Result) -> list[tuple[str, str]]:
         per_byte = result.unigram / math.log(2)
         rows.append(("bits per byte", f"{result.bits_per_byte:.4f}   (unigram {per_byte:.4f})"))
     if not math.isnan(result.train_loss):
-        rows.append(("training loss", f"{result.train_loss:.4f}, mean of the last {result.num_averaged} updates"))
+        mean = f"mean of the last {_count(result.num_averaged, 'update')}"
+        rows.append(("training loss", f"{result.train_loss:.4f}, {mean}"))
     if not math.isnan(result.tokens_per_s):
         rows.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s"))
-    rows.append(("where", f"{show_path(result.path)}/ (config.yaml, metrics.jsonl, checkpoints/{result.step})"))
+    files = f"config.yaml, metrics.jsonl{f', checkpoints/{result.step}' if result.step else ''}"
+    rows.append(("where", f"{show_path(result.path)}/ ({files})"))
     return rows
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _suggestions(config: Config, arguments: Sequence[str], result: Result) -> list[tuple[str, str]]:
@@ -166,8 +222,10 @@ def _suggestions(config: Config, arguments: Sequence[str], result: Result) -> li
 
     if result.outcome == "stopped":
         return [("go on", f"{command()}   (the same command: it resumes here)")]
-    other = ("run.name=tp", "devices=8", "mesh.model=2", "zero.stage=3")
-    return [("extend it", command(f"train.steps={2 * config.train.steps}")), ("try next", command(*other))]
+    found = [("extend it", command(f"train.steps={2 * config.train.steps}"))]
+    if config.run.name != "tp":
+        found.append(("try next", command("run.name=tp", "devices=8", "mesh.model=2", "zero.stage=3")))
+    return found
 
 
 if __name__ == "__main__":

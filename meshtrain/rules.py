@@ -17,7 +17,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,23 @@ class Placements:
 
     by_path: dict[str, Placement]
     warnings: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """Every fault of a list of rules, for those who want more than the first.
+
+    Attributes:
+        errors: what `place` would refuse, in the order in which it would.
+        warnings: as in `Placements`.
+        good_rules: rules without a fault of their own.
+        good_paths: parameters that are placed, and by a good rule.
+    """
+
+    errors: tuple[str, ...]
+    warnings: tuple[str, ...]
+    good_rules: tuple[Rule, ...]
+    good_paths: tuple[str, ...]
 
 
 def path_matches(pattern: str, path: str) -> bool:
@@ -88,17 +105,38 @@ def place(
     for pattern, spec in checked:
         _check_axes(pattern, spec, axis_sizes)
     matched = {path: [rule for rule in checked if path_matches(rule[0], path)] for path in params}
-    missing = [path for path, hits in matched.items() if not hits]
-    if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise RuleError(
-            f"no rule places {shown}: add a rule for each, or end the rules with an explicit default ('.*', P())"
-        )
+    if missing := [path for path, hits in matched.items() if not hits]:
+        raise RuleError(_missing(missing))
     placements = {
         path: Placement(path, param.shape, matched[path][0][0], _fit(path, param.shape, *matched[path][0], axis_sizes))
         for path, param in params.items()
     }
     return Placements(placements, tuple(_warnings(checked, matched, list(params))))
+
+
+def inspect(
+    rules: Sequence[tuple[str, Any]], params: Mapping[str, jax.ShapeDtypeStruct], axis_sizes: Mapping[str, int]
+) -> Inspection:
+    """Everything that is wrong with the rules, where `place` stops at the first. The arguments are those of `place`."""
+    errors: list[str] = []
+
+    def holds(check: Callable[..., Any], *args: Any) -> bool:
+        try:
+            check(*args)
+        except RuleError as error:
+            errors.append(str(error))
+            return False
+        return True
+
+    pairs = [_as_rule(rule) for rule in rules if holds(_as_rule, rule)] if rules else [(DEFAULT, P())]
+    known = [rule for rule in pairs if holds(path_matches, rule[0], "")]
+    good = [rule for rule in known if holds(_check_axes, *rule, axis_sizes)]
+    matched = {path: [rule for rule in known if path_matches(rule[0], path)] for path in params}
+    if missing := [path for path, hits in matched.items() if not hits]:
+        errors.append(_missing(missing))
+    placed = [path for path, hits in matched.items() if hits and hits[0] in good]
+    fits = [path for path in placed if holds(_fit, path, params[path].shape, *matched[path][0], axis_sizes)]
+    return Inspection(tuple(errors), tuple(_warnings(known, matched, list(params))), tuple(good), tuple(fits))
 
 
 def num_shards(entry: Any, axis_sizes: Mapping[str, int]) -> int:
@@ -138,6 +176,11 @@ def _check_axes(pattern: str, spec: P, axis_sizes: Mapping[str, int]) -> None:
             )
         if named.count(axis) > 1:
             raise RuleError(f"rule '{pattern}': axis '{axis}' is used twice in {spec}; an axis can cut one dim only")
+
+
+def _missing(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+    return f"no rule places {shown}: add a rule for each, or end the rules with an explicit default ('.*', P())"
 
 
 def _fit(path: str, shape: tuple[int, ...], pattern: str, spec: P, axis_sizes: Mapping[str, int]) -> P:

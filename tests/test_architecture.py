@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = (
     "errors", "atomic", "terminal", "config", "mesh", "rules", "layout", "precision", "activations", "attention",
     "losses", "jaxprs", "zero", "adapters", "optim", "state", "step", "engine", "target", "data", "checkpoint",
-    "metrics", "runs", "trainer", "plan", "cli",
+    "metrics", "runs", "trainer", "lint", "shrink", "prove", "plan", "cli",
 )  # fmt: skip
 # A model is plain Flax code: of meshtrain it sees helpers that are the identity, or plain mathematics, on one device.
 FOR_MODELS = {"meshtrain", "meshtrain.activations", "meshtrain.attention", "meshtrain.errors", "meshtrain.losses"}

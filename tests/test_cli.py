@@ -1,5 +1,6 @@
 """The command line: what it prints, how it ends, and that a mistake is one line."""
 
+import errno
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -49,7 +51,7 @@ class Bigram(nnx.Module):
     def __call__(self, tokens):
         return self.out(self.embed(tokens))
 """
-TRAIN = "train", "micro.yaml", "model={target: bigram:Bigram}", "optim.clip_norm=null"  # compiles fast
+TRAIN = "train", "micro.yaml", "model={target: bigram:Bigram, overrides: {}}", "optim.clip_norm=null"  # compiles fast
 
 
 def write_micro(folder: Path, text: str = MICRO) -> None:
@@ -89,8 +91,8 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple
 def test_help_names_the_commands(run: Any) -> None:
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert all(f"\n    {name} " in out for name in ("train", "layout", "config"))
-    for name in ("train", "layout", "config"):
+    assert all(f"\n    {name} " in out for name in ("train", "layout", "lint", "prove", "config"))
+    for name in ("train", "layout", "lint", "prove", "config"):
         code, out, err = run(name, "--help")
         assert (code, err) == (0, "")
         assert "CONFIG" in out and "key=value" in out
@@ -167,6 +169,8 @@ def test_layout_shows_where_parameters_lie(run: Any, folder: Path) -> None:
         (("train", "micro.yaml", "data.vocab_size=16"), "vocab_size"),
         (("train", "micro.yaml", "train.global_batch=4"), "4"),  # on 8 devices
         (("train", "micro.yaml", "run.name=../x"), "run.name"),
+        (("train", "micro.yaml", "run.name=123"), """(YAML reads it so; in quotes it is text: run.name='"123"')"""),
+        (("train", "micro.yaml", "train.global_batch=504"), "more than the"),
         (("train", "micro.yaml", "model.rules=[['[', []]]"), "rule '[' is not a regular expression"),
     ],
 )  # fmt: skip
@@ -195,6 +199,46 @@ def test_a_file_with_an_equals_sign_is_a_file(run: Any, folder: Path) -> None:
     (folder / "micro.yaml").rename(folder / "lr=0.1.yaml")
     code, out, _ = run("config", "lr=0.1.yaml")
     assert code == 0 and yaml.safe_load(out)["run"]["name"] == "lr=0.1"
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"),
+            "allocating 9 bytes",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), "runs/x: No space left on device"),
+    ],
+)
+def test_a_machine_that_is_too_small_is_no_bug(
+    run: Any, monkeypatch: pytest.MonkeyPatch, failure: Exception, message: str
+) -> None:
+    def too_large(config: Config) -> Result:
+        raise failure
+
+    monkeypatch.setattr(cli, "train", too_large)
+    code, out, err = run("train", "micro.yaml")
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_a_run_that_stopped_before_its_first_update_names_no_checkpoint(run: Any, monkeypatch: Any) -> None:
+    result = Result("stopped", 0, math.nan, math.nan, math.nan, 3.4, None, Path("runs/micro"), signal.SIGTERM)
+    monkeypatch.setattr(cli, "train", lambda config: result)
+    code, out, _ = run("train", "micro.yaml")
+    assert code == 75 and "checkpoints/" not in out and "nothing to save" in out
+
+
+def test_a_section_given_whole_keeps_the_files_other_keys(run: Any) -> None:
+    _, out, _ = run("config", "micro.yaml", "train={steps: 7}")
+    assert yaml.safe_load(out)["train"]["steps"] == 7
+    assert yaml.safe_load(out)["train"]["global_batch"] == 8
+
+
+@pytest.mark.parametrize("words", [("--strict", "mesh.model=2"), ("mesh.model=2", "--strict")])
+def test_overrides_may_stand_before_and_after_options(words: tuple[str, ...]) -> None:
+    args = cli._parse(["lint", "micro.yaml", "zero.stage=2", *words])
+    assert args.overrides == ["zero.stage=2", "mesh.model=2"] and args.strict
 
 
 def test_a_bug_is_not_passed_off_as_a_mistake(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
