@@ -19,12 +19,15 @@ gradients of the loss -> `reduce_late`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout import Layout, LeafLayout
@@ -33,6 +36,7 @@ from meshtrain.precision import Precision
 
 Arrays = dict[str, jax.Array]
 T = TypeVar("T")  # a pytree of arrays
+_LARGE_LAYER = 1 << 22  # elements of a layer's weight, from which on it is gathered by itself: 8 MiB in bf16
 
 
 # ---------------------------------------------------------------- the flow
@@ -76,7 +80,10 @@ class Zero:
 
     def _whole(self, shard: jax.Array, leaf: LeafLayout) -> jax.Array:
         cast = shard.astype(self.precision.compute)
-        return cast if leaf.zero_dim is None else all_gather(cast, leaf)
+        if leaf.zero_dim is None:
+            return cast
+        by_layer = leaf.num_stacked and math.prod(leaf.shape[leaf.num_stacked :]) >= _LARGE_LAYER
+        return gather_layers(cast, leaf) if by_layer else all_gather(cast, leaf)
 
     def _weight(self, shard: jax.Array, whole: jax.Array | None, path: str) -> "Weight":
         leaf = self.layout.leaves[path]
@@ -192,15 +199,30 @@ _gather.defvjp(lambda shard, *static: (_gather(shard, *static), None), _gather_b
 # automatic axis would be replicated over that axis first (a 101B model's weights grew 16 times).
 
 
-def all_gather(shard: jax.Array, leaf: LeafLayout) -> jax.Array:
-    """The whole weight of a shard, in the shard's dtype. Leading dims may have been stripped by a scan."""
+def all_gather(shard: jax.Array, leaf: LeafLayout, dims_in_order: bool = False) -> jax.Array:
+    """The whole weight of a shard, in the shard's dtype. Leading dims may have been stripped by a scan.
+
+    Args:
+        dims_in_order: whether the result lies in memory as its shape says, whatever its readers would like.
+    """
 
     def local(x: jax.Array) -> jax.Array:
         dim = x.ndim + _zero_dim(leaf)
         whole = jax.lax.all_gather(x, DATA, axis=dim, tiled=True)
-        return jnp.squeeze(whole, dim - 1) if leaf.num_model_shards > 1 else whole
+        whole = jnp.squeeze(whole, dim - 1) if leaf.num_model_shards > 1 else whole
+        return with_layout_constraint(whole, MemoryLayout(tuple(range(whole.ndim)))) if dims_in_order else whole
 
     return _over_model(local, shard, leaf.view_spec, leaf.compute_spec)
+
+
+def gather_layers(shards: jax.Array, leaf: LeafLayout) -> jax.Array:
+    """The same for a stack of layers `[layers, ...]`, one layer after the other.
+
+    A collective on GPUs leaves the dim that it gathers outermost in memory, and the scan over layers wants the layers
+    there. Gathered at once the whole stack is copied into that order, and both copies are held: 53 instead of 30 GB
+    for 13B parameters. Here the copy is of a layer. The order must be said, or the copy is put off to after the loop.
+    """
+    return jax.lax.map(lambda shard: all_gather(shard, leaf, dims_in_order=True), shards)
 
 
 def reduce_scatter(whole: jax.Array, leaf: LeafLayout) -> jax.Array:

@@ -1,6 +1,7 @@
 """Every layout computes what one device computes: ZeRO stages, meshes and microbatches against a hand-written step."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from meshtrain.state import TrainState, state_bytes_per_device
 from meshtrain.step import make_gradients
 from meshtrain.zero import from_view, to_view
-from tests.tiny_gpt import ByHand, host, make_batch, make_engine
+from tests.tiny_gpt import SIZES, ByHand, host, make_batch, make_engine
 
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
 STEPS = 20
@@ -88,6 +89,50 @@ def test_every_gradient_leaf(data: int, model: int, stage: int, num_microbatches
     for path, value in grads.items():
         # float32 sums in another order: an error of a part of the whole gradient, not of an element near zero
         np.testing.assert_allclose(value, expected[path], rtol=1e-5, atol=1e-6 * largest, err_msg=path)
+
+
+@pytest.mark.parametrize(("data", "model"), [(8, 1), (2, 4)])
+def test_large_weights_are_gathered_layer_by_layer_to_the_same_bits(
+    data: int, model: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(data, model, 2)
+    leaves = engine.layout.leaves
+    stacked = [path for path, leaf in leaves.items() if leaf.num_stacked]
+    params = initial_state().params
+
+    def gather() -> tuple[dict[str, np.ndarray], list[int]]:
+        """The whole weights, and how often each loop of the program runs."""
+        whole = jax.shard_map(
+            lambda shards: engine.zero.gather_early(shards),
+            mesh=engine.mesh,
+            in_specs=({path: leaf.manual_spec for path, leaf in leaves.items()},),
+            out_specs=jax.sharding.PartitionSpec(),
+            axis_names={"data"},
+            check_vma=False,
+        )
+        with jax.set_mesh(engine.mesh):
+            views = to_view(jax.device_put(params, engine.layout.shardings()), engine.layout)
+            loops = [found["length"] for found in scans(jax.make_jaxpr(whole)(views).jaxpr)]
+            return host(jax.jit(whole)(views)), loops
+
+    at_once, no_loops = gather()
+    monkeypatch.setattr("meshtrain.zero._LARGE_LAYER", 1)
+    by_layer, loops = gather()
+    assert no_loops == [] and loops == [SIZES.num_layers] * len(stacked)
+    for path, value in params.items():
+        assert at_once[path].tobytes() == by_layer[path].tobytes() == value.tobytes(), path
+
+
+def scans(jaxpr: Any) -> list[dict[str, Any]]:
+    """The parameters of every scan of a jaxpr that is not inside another."""
+    found = []
+    for equation in jaxpr.eqns:
+        inner = [equation.params[key] for key in ("jaxpr", "call_jaxpr") if key in equation.params]
+        if equation.primitive.name == "scan":
+            found.append(equation.params)
+        else:
+            found += [each for sub in inner for each in scans(getattr(sub, "jaxpr", sub))]
+    return found
 
 
 @pytest.mark.parametrize(("data", "model"), MESHES)

@@ -25,6 +25,8 @@ class Card:
         clock_ghz: boost clock.
         num_links: NVLink links.
         name: as the driver reports it.
+        link_bandwidth: bytes per second of one NVLink link in one direction.
+        matrix_flops: dense bfloat16 rate in FLOP/s; 0: by the name's data sheet (`metrics.peak_flops`).
     """
 
     capability: tuple[int, int]
@@ -38,6 +40,8 @@ class Card:
     clock_ghz: float
     num_links: int
     name: str
+    link_bandwidth: float = 25e9
+    matrix_flops: float = 0.0
 
 
 CARDS = {
@@ -51,7 +55,9 @@ CARDS = {
         (9, 0), 132, 128, 232448, 233472, 84942979072, 3.35232e12, 52428800, 1.98, 18, "NVIDIA H100 80GB HBM3"
     ),
     "h200": Card((9, 0), 132, 128, 232448, 233472, 151397597184, 4.8e12, 52428800, 1.98, 18, "NVIDIA H200 141GB HBM3e"),
-    "b200": Card((10, 0), 148, 128, 232448, 233472, 191514411008, 7.67232e12, 132644864, 1.965, 18, "NVIDIA B200"),
+    "b200": Card(
+        (10, 0), 148, 128, 232448, 233472, 191514411008, 7.67232e12, 132644864, 1.965, 18, "NVIDIA B200", 50e9
+    ),
 }
 
 _TARGET_CONFIG = """\
