@@ -25,6 +25,7 @@ import meshtrain
 from meshtrain import lint, prove
 from meshtrain.config import Config, dump, fields, load
 from meshtrain.errors import UserError
+from meshtrain.plan import command as plan
 from meshtrain.terminal import Terminal, command_line, command_name, show_path
 from meshtrain.trainer import Result, build, train
 
@@ -32,13 +33,10 @@ Run = Callable[[argparse.Namespace], int]
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
-_EXIT_CODES = (
-    "Exit codes: 0 done; 1 a check failed; 2 a mistake in the command, the config or the data; 75 stopped by SIGTERM "
-    "and 130 by Ctrl-C, with a checkpoint saved: the same command goes on."
-)
+_EXIT_CODES = "Exit codes: 0 done; 2 a mistake in the command, the config or the data"
 _MEMORY_ADVICE = (
     "Lower train.global_batch or raise train.microbatches, set train.remat=full, or raise zero.stage or mesh.model; "
-    "`meshtrain lint` shows what rests where"
+    "`meshtrain plan` says what fits"
 )
 
 
@@ -91,10 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"meshtrain {meshtrain.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, add_arguments, text in _COMMANDS:
+    for name, run, add_arguments, text, codes in _COMMANDS:
         command = commands.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}.",
-            epilog=f"Example: meshtrain {name} examples/gpt_tiny.yaml devices=8 mesh.model=2. {_EXIT_CODES}",
+            epilog=f"Example: meshtrain {name} examples/gpt_tiny.yaml devices=8 mesh.model=2. {_EXIT_CODES}{codes}.",
         )  # fmt: skip
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or - for the defaults")
         command.add_argument(
@@ -102,9 +100,15 @@ def _parser() -> argparse.ArgumentParser:
         )
         add_arguments(command)
         command.set_defaults(run=run)
-    command = commands.add_parser("config", help="show every field with its default, or a resolved config")
-    command.add_argument("config", nargs="?", metavar="CONFIG", help="resolve this file instead")
-    command.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    text = "show every field with its default, or a resolved config"
+    command = commands.add_parser(
+        "config", help=text,
+        description="Show every field of a config with its default and what it does. With a CONFIG, print that file as "
+        "it is resolved, overrides and defaults filled in, as YAML that is itself a config.",
+        epilog=f"Example: meshtrain config examples/gpt_tiny.yaml mesh.model=2. {_EXIT_CODES}.",
+    )  # fmt: skip
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file, or - for the defaults as YAML")
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for instance train.steps=100")
     command.set_defaults(run=_config)
     return parser
 
@@ -163,12 +167,20 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS: tuple[tuple[str, Run, Callable[[argparse.ArgumentParser], None], str], ...] = (
-    ("train", _train, _no_arguments, "train a model, resuming from the run's newest checkpoint"),
-    ("layout", _layout, _no_arguments, "show where each parameter lies, without training"),
-    ("lint", _on_config(lint.run), lint.add_arguments, "list everything that is wrong with a layout, in seconds"),
-    ("prove", _on_config(prove.run), prove.add_arguments, "compare a layout's gradients and updates with one device's"),
+_STOPPED = (
+    "; 75 stopped by SIGTERM and 130 by Ctrl-C, with a checkpoint saved if an update was done: the same command goes on"
 )
+# Name, what it runs, its own options, what it does, exit codes beside those that all have.
+_COMMANDS: tuple[tuple[str, Run, Callable[[argparse.ArgumentParser], None], str, str], ...] = (
+    ("train", _train, _no_arguments, "train a model, resuming from the run's newest checkpoint", _STOPPED),
+    ("layout", _layout, _no_arguments, "show where each parameter lies, without training", ""),
+    ("lint", _on_config(lint.run), lint.add_arguments, "list everything that is wrong with a layout, in seconds",
+     "; 1 it found errors (with --strict, or warnings)"),
+    ("plan", _on_config(plan.run), plan.add_arguments, "compile a run for a cluster that is not here: what it costs",
+     "; 1 a check failed"),
+    ("prove", _on_config(prove.run), prove.add_arguments, "compare a layout's gradients and updates with one device's",
+     "; 1 the layout computes something else"),
+)  # fmt: skip
 
 
 def _yaml(value: Any) -> str:

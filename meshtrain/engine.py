@@ -126,11 +126,16 @@ class Engine:
     def _jitted_eval(self) -> Callable[[Any, Batch], LossSum]:
         return jax.jit(make_eval_step(self.model, self.zero, self.step_config))
 
-    def lower(self) -> Any:
-        """The training step lowered for this mesh, for `.compile()` and its memory analysis. Computes nothing."""
+    def trace(self) -> Any:
+        """The training step traced: `.jaxpr`, and `.lower()` to compile it for this mesh. Computes nothing."""
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), self.batch)
         with jax.set_mesh(self.mesh):
-            return self.jitted_step.lower(self.abstract_state(), batch)  # type: ignore[attr-defined]
+            return self.jitted_step.trace(self.abstract_state(), batch)  # type: ignore[attr-defined]
+
+    def lower(self) -> Any:
+        """The training step lowered for this mesh, for `.compile()` and its memory analysis. Computes nothing."""
+        with jax.set_mesh(self.mesh):
+            return self.trace().lower()
 
 
 def initialize(

@@ -34,3 +34,7 @@ class TrainingError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete, or does not fit the run."""
+
+
+class PlanError(UserError):
+    """A step cannot be compiled for machines that are not here, or its figures cannot be had."""

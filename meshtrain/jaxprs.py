@@ -64,7 +64,7 @@ def _follow_into(equation: Any, given: list[str | None]) -> list[str | None]:
         _follow(params["cond_jaxpr"].jaxpr, given[:num_cond] + given[num_cond + num_body :])
         return _follow(params["body_jaxpr"].jaxpr, given[num_cond:])
     inputs = given[1:] if name == "cond" else given
-    inner = list(_inner(equation))
+    inner = list(inner_jaxprs(equation))
     if not inner or any(len(jaxpr.invars) != len(inputs) for jaxpr in inner):
         raise _unread(next(filter(None, given)), f"'{name}'")
     return [next(filter(None, paths), None) for paths in zip(*(_follow(jaxpr, inputs) for jaxpr in inner), strict=True)]
@@ -89,13 +89,14 @@ def count_dots(jaxpr: Any, inside: bool = False) -> tuple[int, int]:
         if equation.primitive.name == "dot_general":
             total, inner_total = total + 1, inner_total + inside
         within = inside or equation.primitive.name in ("checkpoint", "remat", "remat2")
-        for inner in _inner(equation):
+        for inner in inner_jaxprs(equation):
             dots, remat_dots = count_dots(inner, within)
             total, inner_total = total + dots, inner_total + remat_dots
     return total, inner_total
 
 
-def _inner(equation: Any) -> Iterator[Any]:
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The jaxprs that an equation calls: a loop's body, branches, what a `jit` or a `checkpoint` is of."""
     for x in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(x):
             yield getattr(x, "jaxpr", x)

@@ -103,6 +103,10 @@ class Layout:
         """Number of parameters (elements), Psi in the ZeRO paper."""
         return sum(math.prod(leaf.shape) for leaf in self.leaves.values())
 
+    def compute_size(self, leaf: LeafLayout) -> int:
+        """Elements of a parameter that one device computes with: whole over `data`, cut over `model` by its rule."""
+        return math.prod(leaf.shape) // math.prod(num_shards(entry, self.mesh.shape) for entry in leaf.compute_spec)
+
     def bytes_per_device(self, leaf: LeafLayout) -> int:
         """Bytes that one device holds of a parameter at rest (float32)."""
         parts = math.prod(num_shards(entry, self.mesh.shape) for entry in leaf.storage_spec)

@@ -12,6 +12,7 @@ One device is a 1x1 mesh, not a special case.
 """
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 
@@ -24,11 +25,21 @@ from meshtrain.errors import MeshError
 
 DATA = "data"
 MODEL = "model"
+MEMORY_FRACTION = 0.93  # of a GPU, for arrays; the rest is left to CUDA, NCCL and the libraries
 BATCH_AXES = ("replica", DATA)  # the axes that cut the global batch, outermost first, where the mesh has them
 
 
 class MeshWarning(UserWarning):
     """The mesh works, but is likely slower than it could be."""
+
+
+def claim_gpu_memory() -> None:
+    """Lets jax take `MEMORY_FRACTION` of each GPU, unless the environment says how much. Before jax is first used.
+
+    jax takes 75 % by itself. `meshtrain plan` counts on what is asked for here.
+    """
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
 
 
 def use_virtual_devices(count: int) -> None:
@@ -44,8 +55,8 @@ def use_virtual_devices(count: int) -> None:
         pass  # already started: what counts is whether the devices are there
     if len(jax.devices()) != count:
         raise MeshError(
-            f"devices={count} asks for {count} virtual CPU devices, but jax has already started with "
-            f"{len(jax.devices())}: set it before the first use of jax, in a new process"
+            f"devices={count}: {count} virtual CPU devices cannot be made, jax has already started with "
+            f"{len(jax.devices())}; ask for them before the first use of jax, in a new process"
         )
 
 
@@ -68,24 +79,26 @@ def make_mesh(data: int = -1, model: int = 1, devices: Sequence[jax.Device] | No
         raise MeshError("there are no devices to make a mesh of")
     if model < 1 or (data < 1 and data != -1):
         raise MeshError(
-            f"mesh.data={data} and mesh.model={model} must be at least 1 (or mesh.data=-1: all devices left)"
+            f"a mesh of data={data} x model={model}: sizes are at least 1, or data=-1 for all devices that model leaves"
         )
     if data == -1:
         if len(devices) % model:
             sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
             raise MeshError(
-                f"mesh.model={model} does not divide the {len(devices)} devices: choose one of {sizes}, "
-                "or another number of devices"
+                f"a mesh of model={model} cannot be made of {len(devices)} devices: choose one of {sizes}, which "
+                "divide them, or another number of devices"
             )
         data = len(devices) // model
     if data * model != len(devices):
         raise MeshError(
             f"a mesh of data={data} x model={model} needs {data * model} devices, and there are {len(devices)}: "
-            "set mesh.data=-1 to use them all, or devices=N for N virtual CPU devices"
+            "set data=-1 to use them all, or make N virtual CPU devices (devices=N in a config or on the command line, "
+            "use_virtual_devices(N) in a script)"
         )
     num_local = sum(device.process_index == devices[0].process_index for device in devices)
     if num_local < len(devices) and num_local % model and model % num_local:
-        warnings.warn(f"mesh.model={model} straddles processes of {num_local} devices", MeshWarning, stacklevel=2)
+        text = f"a mesh of model={model} straddles processes of {num_local} devices"
+        warnings.warn(f"{text}: each layer's sums cross the network", MeshWarning, stacklevel=2)
     grid = np.array(devices).reshape(data, model)
     return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 

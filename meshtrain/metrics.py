@@ -1,4 +1,4 @@
-"""What a run measures and where it is written: tokens/s and MFU, metrics.jsonl, TensorBoard, W&B, the terminal.
+"""What a run measures and where it is written: tokens/s, metrics.jsonl, TensorBoard, W&B, the terminal.
 
     throughput = Throughput()
     with open_sinks(config.log, run_dir, resume_step=step) as sinks, Progress("auto", total=1000) as progress:
@@ -12,6 +12,7 @@ Only process 0 measures for the world: the others pass `enabled=False` and mode 
 import contextlib
 import importlib
 import json
+import logging
 import math
 import os
 import re
@@ -28,56 +29,6 @@ from rich.text import Text
 from meshtrain.config import LogConfig
 from meshtrain.errors import ConfigError
 from meshtrain.terminal import Terminal
-
-# Dense rates (without 2:4 sparsity) of one GPU in TFLOP/s: float32 as TF32, which XLA runs a float32 matmul in by
-# default, then bfloat16 and float16. From the vendor's datasheets: "NVIDIA A100 Tensor Core GPU", "NVIDIA H100 Tensor
-# Core GPU" (SXM), "NVIDIA H200 Tensor Core GPU" (SXM), "NVIDIA HGX B200". From Hopper on they print the rate with
-# sparsity, twice the dense one. PCIe and NVL cards of the Hopper line are slower and not listed.
-_PEAK_TFLOPS = {"A100": (156.0, 312.0), "H100": (494.5, 989.5), "H200": (494.5, 989.5), "B200": (1125.0, 2250.0)}
-
-
-def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """The dense matrix rate of one device in FLOP/s by its datasheet, or None where that is unknown.
-
-    Args:
-        device_kind: as in `jax.Device.device_kind`, for instance "NVIDIA H100 80GB HBM3".
-        dtype: "float32", "bfloat16" or "float16", the type that matmuls read.
-    """
-    words = set(re.findall(r"[A-Z0-9]+", device_kind.upper()))
-    name = next((name for name in _PEAK_TFLOPS if name in words), None)
-    if name is None or "MIG" in words or (name != "A100" and words & {"PCIE", "NVL"}):
-        return None
-    tf32, half = _PEAK_TFLOPS[name]
-    return {"float32": tf32 * 1e12, "bfloat16": half * 1e12, "float16": half * 1e12}.get(dtype)
-
-
-def flops_per_token(num_params_matmul: int, num_layers: int, dim: int, seq_len: int, causal: bool = False) -> float:
-    """Floating-point operations that training on one token takes: forward and backward, no rematerialisation.
-
-    6 N + 12 L d T: PaLM (Chowdhery et al. 2022), appendix B. Twice N multiply-adds forward, twice that backward; the
-    second term is the attention scores and their product with the values.
-
-    Args:
-        num_params_matmul: N, parameters that a matmul reads: the output head, but no embedding lookup.
-        num_layers: L.
-        dim: d = heads * head_dim of attention.
-        seq_len: T, tokens per record.
-        causal: counts the half of the attention matrix that a causal mask keeps, 6 L d T. PaLM and Megatron-LM count
-            it in full, as this does by default so that figures compare; a kernel that skips the rest is then flattered.
-    """
-    return 6.0 * num_params_matmul + (6.0 if causal else 12.0) * num_layers * dim * seq_len
-
-
-def mfu(tokens_per_s: float, flops_per_token: float, num_devices: int, peak_flops: float | None) -> float | None:
-    """Model FLOP/s utilisation, 0 to 1 (PaLM, appendix B): what the model needs over what the devices could do.
-
-    Args:
-        tokens_per_s: of the whole run, all devices together.
-        flops_per_token: see the function of that name.
-        num_devices: in the mesh.
-        peak_flops: FLOP/s of one device; None, unknown, gives None.
-    """
-    return None if peak_flops is None else tokens_per_s * flops_per_token / (num_devices * peak_flops)
 
 
 class Lap(NamedTuple):
@@ -498,3 +449,35 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class _ShownLog(logging.Handler):
+    """Turns log records into messages of a `Progress`."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Shows one record."""
+        self._progress.message(record.getMessage(), warning=record.levelno >= logging.WARNING)
+
+
+@contextlib.contextmanager
+def show_logs(progress: Progress) -> Iterator[None]:
+    """While inside, what meshtrain's own modules log is shown as messages, above the bar, and nowhere a second time.
+
+    With mode "none" nothing is taken over: the records go where the process's own logging sends them.
+    """
+    if progress.mode == "none":
+        yield
+        return
+    logger, handler = logging.getLogger("meshtrain"), _ShownLog(progress)
+    before = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False  # the libraries below install a handler that prints bare lines into the bar
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)

@@ -273,9 +273,7 @@ def _describe_run(path: Path, config: Config, allow: Sequence[str], state: RunSt
 
 
 def _check_config(config_path: Path, config: Config, allow: Sequence[str]) -> list[str]:
-    if not config_path.exists():
-        raise ConfigError(f"{config_path} is missing, so nothing says what was trained there; choose another run.name")
-    refused, changed = compare_configs(load(config_path), config)
+    refused, changed = compare_configs(_recorded_config(config_path), config)
     changed += [line for line in refused if line.partition(":")[0] in allow]
     refused = [line for line in refused if line.partition(":")[0] not in allow]
     if refused:
@@ -284,6 +282,27 @@ def _check_config(config_path: Path, config: Config, allow: Sequence[str]) -> li
             "choose another run.name, or set these back to resume"
         )
     return changed
+
+
+def _recorded_config(path: Path) -> Config:
+    """The config that a run was trained with. An empty file must not pass for the defaults.
+
+    Raises:
+        ConfigError: it is missing, empty or damaged.
+    """
+    cure = (
+        "nothing says what was trained there: choose another run.name, or write the file again as it was, "
+        f"meshtrain config CONFIG key=value ... > {path}"
+    )
+    if not path.exists():
+        raise ConfigError(f"{path} is missing, so {cure}")
+    try:
+        config = load(path)
+    except ConfigError as error:
+        raise ConfigError(f"{str(error).splitlines()[0]}; so {cure}") from None
+    if not path.read_bytes().strip():
+        raise ConfigError(f"{path} is empty, so {cure}")
+    return config
 
 
 def _take(path: Path, config: Config, allow: Sequence[str], job: str) -> Run:

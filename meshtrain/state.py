@@ -91,8 +91,8 @@ def _make(
     return make
 
 
-def state_bytes_per_device(state: TrainState) -> int:
-    """Bytes that one device holds of a state (abstract or real, with shardings)."""
+def state_bytes_per_device(state: Any) -> int:
+    """Bytes that one device holds of a state or of a part of one (abstract or real, with shardings)."""
     return sum(
         int(jnp.dtype(leaf.dtype).itemsize) * _num_elements(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(state)

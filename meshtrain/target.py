@@ -8,10 +8,13 @@ What a class must have to be a target:
 * optionally `loss(model, batch) -> (loss sum, weight sum)`; without it, the cross-entropy of `model(batch["tokens"])`.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -19,13 +22,16 @@ from flax import nnx
 
 from meshtrain.adapters import Batch, LossSum, Model, from_linen, from_nnx
 from meshtrain.config import Config
-from meshtrain.errors import ConfigError, ModelError
+from meshtrain.errors import ConfigError, ModelError, UserError
 from meshtrain.losses import cross_entropy
 from meshtrain.rules import Rule, as_rules
+from meshtrain.terminal import show_path
 
 # Types of an override by the type of the preset's value, where they are not just that one (a bool is no int here). Of
 # what a preset leaves open with None, only the model knows the type.
 _ACCEPTED: dict[type, tuple[type, ...]] = {float: (float, int), type(None): (bool, int, float, str)}
+# What a model's own code raises of sizes that it cannot have. A NameError, say, is a bug in it, to be traced.
+_OF_SIZES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +51,18 @@ def load_target(config: Config) -> Target:
 
     Raises:
         ConfigError: no such module, class, preset or field, or a size too small for the data.
-        ModelError: the class is not a Flax module, or has no presets.
+        ModelError: the class is not a Flax module, has no presets, or refuses its sizes; also when an nnx model is
+            initialized, which is when it is built.
     """
     cls = _import(config.model.target)
     if not _is_module_class(cls):
         raise ModelError(f"model.target={config.model.target} is not a Flax module class (nnx or linen)")
     sizes = _sizes(cls, config)
-    build: Any = cls
     loss = getattr(cls, "loss", _token_loss)
     if issubclass(cls, nn.Module):
-        model = from_linen(build(sizes), loss)
+        model = from_linen(_build(config, cls, sizes), loss)
     else:
-        model = from_nnx(lambda rngs: build(sizes, rngs=rngs), loss)
+        model = from_nnx(lambda rngs: _build(config, cls, sizes, rngs=rngs), loss)
     rules: Sequence[tuple[str, Any]] | None = config.model.rules
     if rules is None:
         rules = getattr(cls, "rules", None)
@@ -116,7 +122,47 @@ def _sizes(cls: type[Any], config: Config) -> Any:
         if key in ("vocab_size", "seq_len") and int(value) < int(from_run[key]):
             raise ConfigError(f"model.overrides.{key}={value} is less than data.{key}={from_run[key]}")
     filled = {key: value for key, value in from_run.items() if key in types} | config.model.overrides
-    return dataclasses.replace(preset, **filled)
+    with _refusals(config, cls, "its preset"):
+        return dataclasses.replace(preset, **filled)
+
+
+def _build(config: Config, cls: Any, sizes: Any, **rngs: Any) -> Any:
+    with _refusals(config, cls, f"{cls.__name__}(sizes{''.join(f', {name}={name}' for name in rngs)})"):
+        return cls(sizes, **rngs)
+
+
+@contextlib.contextmanager
+def _refusals(config: Config, cls: type[Any], what: str) -> Iterator[None]:
+    """Turns what the user's code raises of sizes that it cannot have into an error that says where.
+
+    Raises:
+        ModelError: from the original error, whose traceback goes with it. A bug of our own is raised as it is.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except _OF_SIZES as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        at = [(_package(frame.f_globals), frame.f_code.co_filename, line) for frame, line in frames]
+        theirs = [f"{show_path(Path(file))}:{line}" for package, file, line in at if _is_of(cls, package, file)]
+        if at[-1][0] == _package(globals()) and at[-1][1] != __file__:
+            raise
+        text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        where = f" ({theirs[-1]})" if theirs else ""
+        raise ModelError(
+            f"model.target={config.model.target}: {what} raises {text}{where}: see model.preset and model.overrides, "
+            "or correct the model"
+        ) from error
+
+
+def _package(names: dict[str, Any]) -> str:
+    return str(names.get("__name__", "")).partition(".")[0]
+
+
+def _is_of(cls: type[Any], package: str, file: str) -> bool:
+    """Whether a frame is of the user's own code; a dataclass's generated `__init__` has no file."""
+    return package == cls.__module__.partition(".")[0] and not file.startswith("<")
 
 
 def _near(name: str, known: Any) -> str:

@@ -32,8 +32,9 @@ from meshtrain.data import (
 )
 from meshtrain.engine import Engine, initialize, param_shapes
 from meshtrain.errors import CheckpointError, ConfigError, TrainingError
-from meshtrain.mesh import make_mesh, use_virtual_devices
-from meshtrain.metrics import Progress, Sinks, Throughput, flops_per_token, mfu, open_sinks, peak_flops
+from meshtrain.flops import mfu, model_flops_per_token, peak_flops
+from meshtrain.mesh import claim_gpu_memory, make_mesh, use_virtual_devices
+from meshtrain.metrics import Progress, Sinks, Throughput, open_sinks, show_logs
 from meshtrain.optim import make_optimizer, make_schedule
 from meshtrain.precision import Precision
 from meshtrain.runs import Run, open_run
@@ -89,6 +90,7 @@ def build(config: Config) -> Job:
     Raises:
         UserError: the config, the data, the model and the devices do not fit together.
     """
+    claim_gpu_memory()
     if config.devices:
         use_virtual_devices(config.devices)
     data, train = config.data, config.train
@@ -154,6 +156,7 @@ def train(config: Config, progress: Progress | None = None) -> Result:
             job = build(config)
         is_main = jax.process_index() == 0
         progress = progress or Progress(config.log.progress if is_main else "none", config.train.steps)
+        stack.enter_context(show_logs(progress))
         run = stack.enter_context(open_run(config, owner=is_main))
         checkpoints = stack.enter_context(Checkpointer(run.checkpoints, config.checkpoint.keep))
         for line in describe(job, run):
@@ -272,7 +275,7 @@ class Loop:
         self.config = job.config
         self.schedule = make_schedule(job.config.optim, job.config.train.steps)
         self.throughput = Throughput()
-        self.flops_per_token = _flops_per_token(job)
+        self.flops_per_token = model_flops_per_token(job.engine.layout, job.target.sizes, job.config.data.seq_len)
         self.losses: list[float] = []  # since the last log line
         self.skipped = 0  # updates in a row
         self.last: dict[str, Any] = {}
@@ -414,12 +417,3 @@ def _finish(job: Job, run: Run, state: TrainState, outcome: Outcome, val_loss: f
     per_byte = job.source.bytes_per_token
     bits = None if per_byte is None or math.isnan(val_loss) else val_loss / math.log(2) / per_byte
     return Result(outcome, int(state.step), math.nan, val_loss, math.nan, unigram_entropy(tokens), bits, run.path)
-
-
-def _flops_per_token(job: Job) -> float:
-    """Training FLOPs per token; a lookup costs none, and a tied table is used once as a matrix."""
-    sizes, layout = job.target.sizes, job.engine.layout
-    lookups = [leaf for path, leaf in layout.leaves.items() if path.endswith("wpe/embedding")]
-    num_params = layout.num_params - sum(math.prod(leaf.shape) for leaf in lookups)
-    layers, dim = getattr(sizes, "num_layers", 0), getattr(sizes, "dim", 0)
-    return flops_per_token(num_params, layers, dim, job.config.data.seq_len)

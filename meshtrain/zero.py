@@ -36,6 +36,7 @@ from meshtrain.precision import Precision
 
 Arrays = dict[str, jax.Array]
 T = TypeVar("T")  # a pytree of arrays
+GATHER, REDUCE = "gather_weights", "reduce_gradients"  # what `plan` reads in a compiled program, and a profiler shows
 _LARGE_LAYER = 1 << 22  # elements of a layer's weight, from which on it is gathered by itself: 8 MiB in bf16
 
 
@@ -199,6 +200,7 @@ _gather.defvjp(lambda shard, *static: (_gather(shard, *static), None), _gather_b
 # automatic axis would be replicated over that axis first (a 101B model's weights grew 16 times).
 
 
+@jax.named_scope(GATHER)
 def all_gather(shard: jax.Array, leaf: LeafLayout, dims_in_order: bool = False) -> jax.Array:
     """The whole weight of a shard, in the shard's dtype. Leading dims may have been stripped by a scan.
 
@@ -215,6 +217,7 @@ def all_gather(shard: jax.Array, leaf: LeafLayout, dims_in_order: bool = False) 
     return _over_model(local, shard, leaf.view_spec, leaf.compute_spec)
 
 
+@jax.named_scope(GATHER)
 def gather_layers(shards: jax.Array, leaf: LeafLayout) -> jax.Array:
     """The same for a stack of layers `[layers, ...]`, one layer after the other.
 
@@ -236,6 +239,7 @@ def reduce_scatter(whole: jax.Array, leaf: LeafLayout) -> jax.Array:
     return _over_model(local, whole, leaf.compute_spec, leaf.view_spec)
 
 
+@jax.named_scope(REDUCE)
 def reduce_grad(grad: jax.Array, leaf: LeafLayout, precision: Precision, other_axes: tuple[str, ...]) -> jax.Array:
     """A whole local gradient, reduced in `precision.reduce` to this device's float32 shard."""
     shard = reduce_scatter(grad.astype(precision.reduce), leaf)
@@ -244,6 +248,7 @@ def reduce_grad(grad: jax.Array, leaf: LeafLayout, precision: Precision, other_a
     return shard.astype(jnp.float32)
 
 
+@jax.named_scope(REDUCE)
 def all_reduce(grad: jax.Array, leaf: LeafLayout, axes: tuple[str, ...]) -> jax.Array:
     """Sums a whole array over manual axes, given the ones of more than one device."""
     if not axes:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # entry, and inside it the imports must only be free of cycles.
 ORDER = (
     "errors", "atomic", "terminal", "config", "mesh", "rules", "layout", "precision", "activations", "attention",
-    "losses", "jaxprs", "zero", "adapters", "optim", "state", "step", "engine", "target", "data", "checkpoint",
+    "losses", "jaxprs", "flops", "zero", "adapters", "optim", "state", "step", "engine", "target", "data", "checkpoint",
     "metrics", "runs", "trainer", "lint", "shrink", "prove", "plan", "cli",
 )  # fmt: skip
 # A model is plain Flax code: of meshtrain it sees helpers that are the identity, or plain mathematics, on one device.

@@ -88,11 +88,14 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple
 # ---------------------------------------------------------------- showing
 
 
+COMMANDS = ("train", "layout", "lint", "plan", "prove", "config")
+
+
 def test_help_names_the_commands(run: Any) -> None:
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert all(f"\n    {name} " in out for name in ("train", "layout", "lint", "prove", "config"))
-    for name in ("train", "layout", "lint", "prove", "config"):
+    assert all(f"\n    {name} " in out for name in COMMANDS)
+    for name in COMMANDS:
         code, out, err = run(name, "--help")
         assert (code, err) == (0, "")
         assert "CONFIG" in out and "key=value" in out
@@ -160,9 +163,9 @@ def test_layout_shows_where_parameters_lie(run: Any, folder: Path) -> None:
             "- train.steps=3 for the defaults",
         ),
         (("config", "train.steps=3"), "'train.steps=3' is an override"),
-        (("train", "micro.yaml", "mesh.model=3"), "mesh.model=3 does not divide the 8 devices: choose one of [1, 2, 4"),
+        (("train", "micro.yaml", "mesh.model=3"), "mesh of model=3 cannot be made of 8 devices: choose one of [1, 2"),
         (("layout", "micro.yaml", "mesh.data=3"), "needs 3 devices, and there are 8"),
-        (("train", "micro.yaml", "devices=3"), "devices=3 asks for 3 virtual CPU devices"),
+        (("train", "micro.yaml", "devices=3"), "devices=3: 3 virtual CPU devices cannot be made"),
         (("layout", "micro.yaml", "mesh.model=4"), "which axis 'model' of size 4 does not divide"),  # 2 heads
         (("train", "micro.yaml", "model.target=nowhere:GPT"), "there is no module 'nowhere' here"),
         (("train", "micro.yaml", "data.paths=[no.npy]"), "no.npy"),

@@ -1,4 +1,4 @@
-"""Peak rates and MFU by hand, throughput on a set clock, the JSONL file's bytes, the sinks, the terminal's lines."""
+"""Throughput on a set clock, the JSONL file's bytes, the sinks, the terminal's lines."""
 
 import io
 import json
@@ -23,47 +23,10 @@ from meshtrain.metrics import (
     Throughput,
     WandbSink,
     duration,
-    flops_per_token,
-    mfu,
     open_sinks,
-    peak_flops,
     read_metrics,
     si,
 )
-
-# ---------------------------------------------------------------- floating-point operations
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "rate"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
-        ("NVIDIA A100-PCIE-40GB", "float32", 156e12),
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.5e12),
-        ("NVIDIA H100 80GB HBM3", "float32", 494.5e12),
-        ("NVIDIA H200", "float16", 989.5e12),
-        ("NVIDIA B200", "bfloat16", 2250e12),
-        ("NVIDIA H100 PCIe", "bfloat16", None),  # slower, and not in the table
-        ("NVIDIA H200 NVL", "bfloat16", None),
-        ("NVIDIA GH200 480GB", "bfloat16", None),
-        ("NVIDIA GB200", "bfloat16", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16", None),
-        ("NVIDIA H100 80GB HBM3", "int8", None),
-        ("cpu", "float32", None),
-    ],
-)
-def test_peak_flops(kind: str, dtype: str, rate: float | None) -> None:
-    assert peak_flops(kind, dtype) == rate
-
-
-def test_flops_per_token_and_mfu() -> None:
-    assert flops_per_token(1000, num_layers=2, dim=8, seq_len=16) == 6 * 1000 + 12 * 2 * 8 * 16
-    assert flops_per_token(1000, 2, 8, 16, causal=True) == 6 * 1000 + 6 * 2 * 8 * 16
-    # PaLM 540B, table 3 and appendix B: 238.3k tokens/s on 6144 TPU v4 (275 TFLOP/s) is 46.2% (45.7% without attention)
-    palm = flops_per_token(540_350_000_000, num_layers=118, dim=48 * 256, seq_len=2048)
-    assert mfu(238_300, palm, 6144, 275e12) == pytest.approx(0.462, abs=1e-3)
-    assert mfu(1e5, 1e9, 8, None) is None
-
 
 # ---------------------------------------------------------------- throughput
 

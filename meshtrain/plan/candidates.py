@@ -19,14 +19,13 @@ from meshtrain.config import Config
 from meshtrain.data import abstract_batch
 from meshtrain.engine import param_shapes
 from meshtrain.errors import UserError
-from meshtrain.layout import Layout, LeafLayout, make_layout
+from meshtrain.flops import flops_per_token
+from meshtrain.layout import Layout, make_layout
 from meshtrain.mesh import DATA, MODEL
-from meshtrain.metrics import flops_per_token
 from meshtrain.optim import make_optimizer
 from meshtrain.plan.facts import Cluster, Facts, MemoryPart
 from meshtrain.plan.gpus import Card
 from meshtrain.plan.hlo import Collective
-from meshtrain.rules import num_shards
 from meshtrain.state import abstract_state, state_bytes_per_device
 from meshtrain.step import check_batch
 from meshtrain.target import Target, load_target
@@ -192,10 +191,11 @@ def rough_facts(candidate: Candidate, config: Config, shape: Shape, cluster: Clu
         compute=config.precision.compute,
         tokens=tokens,
         params=shape.layout.num_params,
+        shard_params=work.shard_params,
         state={"parameters": state // 3, "optimizer state": state - state // 3},
         memory=memory,
         peak_bytes=peak,
-        card_bytes=card.memory_bytes,
+        card_bytes=card.usable_bytes,
         compile_seconds=0.0,
         flops=work.model_flops * (4 / 3 if candidate.remat == "full" else 1.0),
         model_flops=work.model_flops,
@@ -228,18 +228,14 @@ class _Work:
         return 4 if self.config.precision.reduce == "float32" else self._itemsize
 
     @functools.cached_property
-    def _whole(self) -> int:
+    def shard_params(self) -> int:
         """Elements of the weights that one device computes with."""
-        return sum(map(self._elements, self.layout.leaves.values()))
+        return sum(map(self.layout.compute_size, self.layout.leaves.values()))
 
     @functools.cached_property
     def _stacked(self) -> int:
         """The same of the layers that the model scans over."""
-        return sum(self._elements(leaf) for leaf in self.layout.leaves.values() if leaf.num_stacked)
-
-    def _elements(self, leaf: LeafLayout) -> int:
-        parts = math.prod(num_shards(entry, self.layout.mesh.shape) for entry in leaf.compute_spec)
-        return math.prod(leaf.shape) // parts
+        return sum(self.layout.compute_size(leaf) for leaf in self.layout.leaves.values() if leaf.num_stacked)
 
     @property
     def _residual(self) -> int:
@@ -253,16 +249,16 @@ class _Work:
         rest_as_used = self.config.precision.compute == "float32" and (
             self.candidate.stage == 0 or self.candidate.data == 1
         )
-        return 0 if self.candidate.stage == 3 or rest_as_used else self._whole * self._itemsize
+        return 0 if self.candidate.stage == 3 or rest_as_used else self.shard_params * self._itemsize
 
     @property
     def gradient_bytes(self) -> int:
         """All gradients at the end of the backward pass."""
         if self.candidate.stage >= 2:
-            return 4 * self._whole // self.candidate.data
+            return 4 * self.shard_params // self.candidate.data
         if self.candidate.microbatches == 1:
-            return self._whole * self._itemsize
-        return self._whole * 4 + self._stacked * self._itemsize  # a scan over layers gives all of theirs at once
+            return self.shard_params * self._itemsize
+        return self.shard_params * 4 + self._stacked * self._itemsize  # a scan over layers gives all of theirs at once
 
     @property
     def saved_bytes(self) -> int:
@@ -287,10 +283,12 @@ class _Work:
             return
         repeats, stage = self.candidate.microbatches, self.candidate.stage
         if stage == 0:
-            yield self._collective("all-reduce", DATA, 1, self._whole * self._reduce_bytes)
+            yield self._collective("all-reduce", DATA, 1, self.shard_params * self._reduce_bytes)
             return
-        yield self._collective("all-gather", DATA, 2 * repeats if stage == 3 else 1, self._whole * self._itemsize)
-        yield self._collective("reduce-scatter", DATA, repeats if stage >= 2 else 1, self._whole * self._reduce_bytes)
+        gathers = 2 * repeats if stage == 3 else 1
+        yield self._collective("all-gather", DATA, gathers, self.shard_params * self._itemsize)
+        reductions = repeats if stage >= 2 else 1
+        yield self._collective("reduce-scatter", DATA, reductions, self.shard_params * self._reduce_bytes)
 
     def model_collectives(self) -> Iterator[Collective]:
         """Two sums of the residual stream per layer and pass; sequence parallelism moves the same in two halves."""

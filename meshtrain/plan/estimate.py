@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtrain.errors import ConfigError
+from meshtrain.flops import peak_flops
 from meshtrain.mesh import MODEL
-from meshtrain.metrics import peak_flops
 from meshtrain.plan.facts import Facts
 from meshtrain.plan.gpus import Card
 from meshtrain.plan.hlo import Collective

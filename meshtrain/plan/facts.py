@@ -57,6 +57,7 @@ class Facts:
         compute: dtype of weights and activations in the step.
         tokens: global, per update.
         params: number of parameters, Psi in the ZeRO paper.
+        shard_params: of them, what one device computes with, cut over `model`: the unit of volumes.
         state: bytes at rest by kind: "parameters", "optimizer state", "other" (step, loss scale).
         memory: the parts of the peak; they add up to `peak_bytes`.
         peak_bytes: the compiler's peak, arguments included.
@@ -65,7 +66,7 @@ class Facts:
         flops: floating-point operations of one device per update, recomputation included (counted from the traced
             program, matrix products only).
         model_flops: the same without recomputation, as MFU counts them.
-        weight_shapes: compute shape of each parameter by path: what a collective of a weight would carry.
+        weight_shapes: shape of each parameter by path, whole.
     """
 
     cluster: Cluster
@@ -76,6 +77,7 @@ class Facts:
     compute: str
     tokens: int
     params: int
+    shard_params: int
     state: dict[str, int]
     memory: tuple[MemoryPart, ...]
     peak_bytes: int
@@ -108,7 +110,9 @@ class Facts:
             | {
                 "cluster": Cluster(**values["cluster"]),
                 "memory": tuple(MemoryPart(**part) for part in values["memory"]),
-                "collectives": tuple(Collective(**each) for each in values["collectives"]),
+                "collectives": tuple(
+                    Collective(**each | {"dims": tuple(each["dims"])}) for each in values["collectives"]
+                ),
                 "weight_shapes": {path: tuple(shape) for path, shape in values["weight_shapes"].items()},
             }
         )

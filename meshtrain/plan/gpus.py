@@ -1,12 +1,21 @@
 """GPUs that are not here: the facts that XLA needs to compile for them.
 
-topology = topologies.get_topology_desc(platform="cuda", target_config=target_config("h100"), topology="1x2x8")
+topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(card("h100")), topology="1x2x8")
 """
 
 import dataclasses
 import difflib
+import math
+import re
+from pathlib import Path
+
+import pydantic
+import yaml
 
 from meshtrain.errors import ConfigError
+from meshtrain.mesh import MEMORY_FRACTION
+
+MAX_BYTES = 1 << 16  # of a card's file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Card:
         num_links: NVLink links.
         name: as the driver reports it.
         link_bandwidth: bytes per second of one NVLink link in one direction.
-        matrix_flops: dense bfloat16 rate in FLOP/s; 0: by the name's data sheet (`metrics.peak_flops`).
+        matrix_flops: dense bfloat16 rate in FLOP/s; 0: by the name's data sheet (`flops.peak_flops`).
     """
 
     capability: tuple[int, int]
@@ -42,6 +51,11 @@ class Card:
     name: str
     link_bandwidth: float = 25e9
     matrix_flops: float = 0.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of its memory, what jax takes for arrays (`mesh.claim_gpu_memory`)."""
+        return int(MEMORY_FRACTION * self.memory_bytes)
 
 
 CARDS = {
@@ -95,15 +109,54 @@ def card(name: str) -> Card:
     return CARDS[name]
 
 
-def target_config(name: str) -> str:
-    """The text of XLA's `GpuTargetConfigProto` for a card.
+def read_card(path: Path) -> Card:
+    """A card of the user's own: a YAML file with the fields of `Card`, or `like: h100` and what differs.
 
     Raises:
-        ConfigError: no such card.
+        ConfigError: the file cannot be read, or is not a card.
     """
-    found = card(name)
-    major, minor = found.capability
+    try:
+        with path.open("rb") as file:
+            values = yaml.safe_load(file.read(MAX_BYTES))
+    except OSError as error:
+        raise ConfigError(f"{path}: the GPU's file cannot be read: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a GPU's file: {str(error).partition(chr(10))[0]}") from None
+    fields = {field.name for field in dataclasses.fields(Card)}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: not a GPU's file: it must hold `like: h100` or all of {', '.join(sorted(fields))}")
+    base = values.pop("like", None)
+    if unknown := set(values) - fields:
+        raise ConfigError(
+            f"{path}: unknown {', '.join(map(repr, sorted(map(str, unknown))))}; a card has like, "
+            f"{', '.join(sorted(fields))}"
+        )
+    given = (dataclasses.asdict(card(str(base))) if base is not None else {}) | values
+    try:
+        made = pydantic.TypeAdapter(Card).validate_python(given)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if problem := _problem(made):
+        raise ConfigError(f"{path}: {problem}")
+    return made
+
+
+def _problem(card: Card) -> str:
+    """What keeps a card's figures from being a card's; empty if nothing."""
+    may_be_zero = ("num_links", "matrix_flops")
+    for name, value in dataclasses.asdict(card).items():
+        if isinstance(value, int | float) and (
+            not math.isfinite(value) or value < 0 or (not value and name not in may_be_zero)
+        ):
+            return f"{name} must be positive, and is {value}"
+    if not re.fullmatch(r"[\w ./+-]+", card.name):
+        return f"name may have letters, digits and . / + - only, and is {card.name!r}"
+    return ""
+
+
+def target_config(card: Card) -> str:
+    """The text of XLA's `GpuTargetConfigProto` for a card."""
+    major, minor = card.capability
     feature = "NONE" if major < 9 else "ACCELERATED_FEATURES"
-    return _TARGET_CONFIG.format(
-        card=found, major=major, minor=minor, feature=feature, bandwidth=round(found.bandwidth)
-    )
+    return _TARGET_CONFIG.format(card=card, major=major, minor=minor, feature=feature, bandwidth=round(card.bandwidth))

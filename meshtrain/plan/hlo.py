@@ -71,6 +71,7 @@ class Collective:
         promoted: whether the compiler made a bf16 reduction one of f32.
         source: the jax operation and, where the text tells, `file:line`.
         computation: name of the computation that holds it.
+        dims: of its result on one device, where that is one array; else empty.
     """
 
     op: str
@@ -84,6 +85,7 @@ class Collective:
     promoted: bool
     source: str
     computation: str
+    dims: tuple[int, ...] = ()
 
     @property
     def volume(self) -> int:
@@ -138,10 +140,10 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
             op = instruction.op.removesuffix("-start")
             axis, group_size = _axis(_groups(instruction.rest, mesh_shape), mesh_shape) if op in OPS else ("", 0)
             if axis:
-                buffer = _buffer(instruction, op, group_size)
+                size, elements, dtype, dims = _buffer(instruction, op, group_size)
                 promoted = bool(re.search(r"to_apply=%?[\w.\-]*promoted", instruction.rest))
-                source = locate.source(instruction.rest)
-                found.append(Collective(op, axis, group_size, count, *buffer, in_loop, promoted, source, name))
+                about = in_loop, promoted, locate.source(instruction.rest), name, dims
+                found.append(Collective(op, axis, group_size, count, size, elements, dtype, *about))
     return found
 
 
@@ -214,8 +216,8 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _buffer(instruction: _Instruction, op: str, group_size: int) -> tuple[int, int, str]:
-    """Bytes, elements and element types of the buffer that is whole over the group."""
+def _buffer(instruction: _Instruction, op: str, group_size: int) -> tuple[int, int, str, tuple[int, ...]]:
+    """Bytes, elements and element types of the buffer that is whole over the group, and the result's dims."""
     shape = instruction.shape
     if instruction.op.endswith("-start") and shape.startswith("("):
         parts = _split(shape[1:])
@@ -223,10 +225,11 @@ def _buffer(instruction: _Instruction, op: str, group_size: int) -> tuple[int, i
         if op != "all-reduce" or parts[0].startswith("(") or len(parts) != len(_split(instruction.rest)):
             shape = parts[1]
     dtypes, bits, dims = zip(*_ARRAY.findall(shape), strict=True)
-    sizes = [math.prod(map(int, re.findall(r"\d+", text))) for text in dims]
+    shapes = [tuple(map(int, re.findall(r"\d+", text))) for text in dims]
+    sizes = [math.prod(shape) for shape in shapes]
     num_bytes = sum(math.ceil(size * int(width or 8) / 8) for size, width in zip(sizes, bits, strict=True))
     scale = group_size if op == "reduce-scatter" else 1
-    return scale * num_bytes, scale * sum(sizes), "+".join(dict.fromkeys(dtypes))
+    return scale * num_bytes, scale * sum(sizes), "+".join(dict.fromkeys(dtypes)), shapes[0] if len(shapes) == 1 else ()
 
 
 def _groups(rest: str, mesh_shape: Mapping[str, int]) -> Groups:

@@ -18,13 +18,15 @@ import optax
 from jax.experimental import topologies
 
 from meshtrain import Precision, from_nnx, initialize, make_mesh
-from meshtrain.plan.gpus import target_config
+from meshtrain.plan.gpus import card, target_config
 from meshtrain.plan.hlo import collectives
 from models.gpt import GPT, RULES, GPTConfig
 
 data, model, stage = map(int, sys.argv[1:4])
 SIZES = GPTConfig(num_layers=4, dim=256, num_heads=8, vocab_size=1000, seq_len=128, dtype="bfloat16", kernel="xla")
-devices = topologies.get_topology_desc(platform="cuda", target_config=target_config("h100"), topology="1x1x8").devices
+devices = topologies.get_topology_desc(
+    platform="cuda", target_config=target_config(card("h100")), topology="1x1x8"
+).devices
 kinds = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
 batch = {name: jax.ShapeDtypeStruct((16, SIZES.seq_len), kind) for name, kind in kinds.items()}
 engine = initialize(

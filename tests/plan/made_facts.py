@@ -21,6 +21,7 @@ FACTS = Facts(
     compute="bfloat16",
     tokens=65_536,
     params=1_000_000_000,
+    shard_params=250_000_000,
     state={"parameters": 1_000_000_000, "optimizer state": 2_000_000_000, "other": 8},
     memory=(
         MemoryPart("parameters", 1_000_000_000, False),

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.errors import ConfigError
-from meshtrain.plan.gpus import CARDS, card, target_config
-
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the plan extra: pip install meshtrain[plan]"
 )
@@ -51,16 +48,3 @@ def test_weights_cross_data_in_bf16_and_gradients_in_float32() -> None:
     assert {(c["op"], c["dtype"]) for c in found} == {("all-gather", "bf16"), ("reduce-scatter", "f32")}
     sent = {op: sum(c["bytes"] * c["count"] for c in found if c["op"] == op) for op in ("all-gather", "reduce-scatter")}
     assert sent["reduce-scatter"] == 2 * sent["all-gather"]  # the same elements, of 4 bytes instead of 2
-
-
-@pytest.mark.parametrize("name", sorted(CARDS))
-def test_target_config_names_the_card(name: str) -> None:
-    text = target_config(name)
-    assert f'name: "{CARDS[name].name}"' in text
-    assert f"device_memory_size: {CARDS[name].memory_bytes} " in text
-    assert text.count("{") == text.count("}")
-
-
-def test_an_unknown_card_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'h100'"):
-        card("h1000")

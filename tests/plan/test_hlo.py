@@ -339,11 +339,13 @@ ENTRY %main (a: f32[16]) -> f32[4] {
 
 def test_gpu_text_counts_starts_once_and_only_what_is_executed() -> None:
     gather, reduce, scatter = sorted(collectives(GPU_LOOP, MESH), key=lambda c: c.op)
-    place = "jit(f)/while/body/all_gather (model.py:17)", "body.spmd"
+    place = "jit(f)/while/body/all_gather (model.py:17)", "body.spmd", (4, 8)
     assert gather == Collective("all-gather", "data", 4, 6, 64, 32, "bf16", True, False, *place)
-    place = "jit(f)/while/body/dot (old.py:3)", "body.spmd"
+    place = "jit(f)/while/body/dot (old.py:3)", "body.spmd", (4, 8)
     assert reduce == Collective("all-reduce", "model", 2, 6, 64, 32, "bf16", True, False, *place)
-    assert scatter == Collective("reduce-scatter", "data", 4, 1, 64, 16, "f32", False, False, "", "async_computation")
+    assert scatter == Collective(
+        "reduce-scatter", "data", 4, 1, 64, 16, "f32", False, False, "", "async_computation", (4,)
+    )
 
 
 @pytest.mark.parametrize(

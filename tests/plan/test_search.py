@@ -41,7 +41,7 @@ class Compiler:
         sent = Collective("all-reduce", "model", config.mesh.model, 1, 10**8, 1, "bf16", False, False, "", "")
         return Facts(
             cluster, "cuda", {"data": config.mesh.data, "model": config.mesh.model}, config.zero.stage,
-            config.train.microbatches, "bfloat16", config.train.global_batch * config.data.seq_len, GPT2_XL,
+            config.train.microbatches, "bfloat16", config.train.global_batch * config.data.seq_len, GPT2_XL, GPT2_XL,
             {"parameters": 10**6}, (), peak, self.card_bytes, 1.0, 1e13 * config.train.microbatches, 1e13,
             (sent,) * (config.mesh.model > 1), {},
         )  # fmt: skip
