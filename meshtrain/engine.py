@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from meshtrain.activations import SEQUENCE_PARALLEL, points_seen
 from meshtrain.adapters import Batch, LossSum, Model, Probe, abstract_params, probe
@@ -202,7 +202,7 @@ def _check_arguments(model: Any, batch: Any, mesh: Any, rules: Any, optimizer: A
     if not isinstance(model, Model):
         made = getattr(model, "__name__", type(model).__name__)
         raise ModelError(f"`model` must come from from_nnx, from_linen or from_function, and is {made}")
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):  # one of no devices gives an engine to look at, not to run
         raise MeshError(f"`mesh` must come from make_mesh, such as make_mesh(model=2), and is {mesh!r}")
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ConfigError(f"the ZeRO stage must be 0, 1, 2 or 3, got {stage!r}")

@@ -14,7 +14,7 @@ One device is a 1x1 mesh, not a special case.
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import jax
 import numpy as np
@@ -33,13 +33,13 @@ class MeshWarning(UserWarning):
     """The mesh works, but is likely slower than it could be."""
 
 
-def claim_gpu_memory() -> None:
+def claim_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None:
     """Lets jax take `MEMORY_FRACTION` of each GPU, unless the environment says how much. Before jax is first used.
 
     jax takes 75 % by itself. `meshtrain plan` counts on what is asked for here.
     """
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
 
 
 def use_virtual_devices(count: int) -> None:
@@ -48,16 +48,21 @@ def use_virtual_devices(count: int) -> None:
     Raises:
         MeshError: jax has already started with another number of devices.
     """
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        pass  # already started: what counts is whether the devices are there
+    ask_for_virtual_devices(count)
     if len(jax.devices()) != count:
         raise MeshError(
             f"devices={count}: {count} virtual CPU devices cannot be made, jax has already started with "
             f"{len(jax.devices())}; ask for them before the first use of jax, in a new process"
         )
+
+
+def ask_for_virtual_devices(count: int) -> None:
+    """Has jax make `count` CPU devices in this process when it starts; where it has started, nothing changes."""
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # what counts is whether the devices are there
 
 
 def make_mesh(data: int = -1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:

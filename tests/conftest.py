@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before jax is first imported."""
 
 import os
+import tempfile
 
 # Tests compile much and compute little: LLVM's optimizations cost more than they save. XLA's own passes, which decide
 # about sharding and collectives, stay as they are.
@@ -11,3 +12,11 @@ FLAGS = (
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# One engine's step is compiled by many tests: the first to compile it in this session keeps it for all workers, which
+# inherit the folder's name. Tests about a cold start name a folder of their own.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="meshtrain-tests-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

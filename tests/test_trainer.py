@@ -194,7 +194,7 @@ def test_a_source_without_validation(tmp_path: Path) -> None:
     [
         (["train.global_batch=6"], ConfigError, r"6 records .*data=8"),
         (["model.overrides={num_heads: 6, dim: 48}", "mesh.model=4"], UserError, r"heads|size 6.*'model' of size 4"),
-        (["mesh.model=3"], UserError, "does not divide the 8 devices"),
+        (["mesh.model=3"], UserError, "cannot be made of 8 devices"),
         (["data.source=text"], DataError, "paths"),
         (["data.source=text", "data.paths=[/nowhere/*.txt]"], DataError, "/nowhere"),
         (["model.preset=tinny"], ConfigError, "did you mean 'tiny'"),
