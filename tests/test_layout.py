@@ -147,6 +147,8 @@ def test_bytes_per_device_are_those_of_the_real_sharding(case: tuple[Layout, Lea
     parts = math.prod(size // part for size, part in zip(leaf.shape, sharding.shard_shape(leaf.shape), strict=True))
     assert layout.bytes_per_device(leaf) * parts == math.prod(leaf.shape) * 4
     assert layout.num_params == math.prod(leaf.shape)
+    used = NamedSharding(layout.mesh, leaf.compute_spec)
+    assert layout.compute_size(leaf) == math.prod(used.shard_shape(leaf.shape))
 
 
 @settings(max_examples=150, deadline=None)

@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.errors import MeshError
 from meshtrain.mesh import (
+    MEMORY_FRACTION,
     MeshWarning,
     batch_axes,
     batch_spec,
+    claim_gpu_memory,
     make_mesh,
     manual_axes,
     num_batch_shards,
@@ -201,3 +203,19 @@ except MeshError as error:
     env = {"PYTHONPATH": ":".join(sys.path), "PATH": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert expected in done.stdout
+
+
+# ---------------------------------------------------------------- a GPU's memory
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"XLA_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}),
+    ],
+)
+def test_the_share_of_a_gpus_memory_is_ours_unless_the_user_gave_one(before: Any, after: Any) -> None:
+    claim_gpu_memory(before)
+    assert before == after

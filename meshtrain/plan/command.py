@@ -63,6 +63,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     Raises:
         UserError: the options, the config and the cluster do not fit together, or the compiler failed.
     """
+    _refuse_ignored(args)
     console = _console()
     if args.search:
         return _search(config, _machines(config, args), args, console)
@@ -81,6 +82,22 @@ def run(config: Config, args: argparse.Namespace) -> int:
         _write_html(args.html, report)
     over = _budget(args.budget, facts) if args.budget else False
     return int(over or facts.fits is False)
+
+
+# What a mode would otherwise leave undone without a word.
+_IGNORED = {
+    "diff": ("json", "html", "budget"),
+    "search": ("html", "budget"),
+    "here": ("json", "html", "budget", "nodes", "gpus_per_node"),
+}
+
+
+def _refuse_ignored(args: argparse.Namespace) -> None:
+    for mode, ignored in _IGNORED.items():
+        for name in ignored:
+            if getattr(args, mode) and getattr(args, name) not in (None, False):
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} has no meaning with --{mode}: give one of the two")
 
 
 def _console() -> Terminal:
@@ -168,8 +185,9 @@ def _search(config: Config, machines: Machines, args: argparse.Namespace, consol
 def _here(config: Config, args: argparse.Namespace, console: Terminal) -> int:
     if platform() == "cpu":
         raise PlanError(f"--here compares with the GPU's compiler, which is not installed: {INSTALL}")
-    cluster = here.local_cluster()
-    card = read_card(args.gpu_file) if args.gpu_file else known_card(cluster.gpu)
+    card = read_card(args.gpu_file) if args.gpu_file else None
+    cluster = here.local_cluster(args.gpu_file.stem if args.gpu_file else None)
+    card = card or known_card(cluster.gpu)
     facts = _compile(config, Machines(cluster, card, NETWORK), console)
     measured = here.measure(config)
     console.print(here.table(facts, measured, estimate(facts, card).step_s))

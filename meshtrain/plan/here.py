@@ -39,8 +39,11 @@ class Measured:
     step_s: float
 
 
-def local_cluster() -> Cluster:
+def local_cluster(name: str | None = None) -> Cluster:
     """The GPUs of this machine.
+
+    Args:
+        name: what to call their kind, where the user has described it; None: they must be of `CARDS`.
 
     Raises:
         PlanError: there are none, or they are of a kind that is not known.
@@ -53,7 +56,7 @@ def local_cluster() -> Cluster:
             "device(s): install meshtrain[cuda13] on a machine with a GPU, or plan for one with --gpu"
         )
     kind = devices[0].device_kind
-    name = next((name for name, card in CARDS.items() if card.name == kind), None)
+    name = name or next((name for name, card in CARDS.items() if card.name == kind), None)
     if name is None:
         raise PlanError(f"no figures are known for this machine's {kind}: describe it in a file, --gpu-file FILE")
     return Cluster(name, 1, len(devices))
