@@ -20,6 +20,7 @@ from rich.text import Text
 
 from meshtrain.errors import ConfigError
 from meshtrain.flops import peak_flops
+from meshtrain.layout import show_bytes
 from meshtrain.mesh import MODEL
 from meshtrain.plan.facts import Facts
 from meshtrain.plan.gpus import Card
@@ -94,7 +95,7 @@ class Estimate:
         for each in self.communication:
             where = "between nodes" if each.leaves_node else "inside a node"
             how = "beside compute" if each.overlaps else "exposed"
-            detail = f"{each.bytes / 1e9:,.2f} GB {where} at {each.bandwidth / 1e9:,.0f} GB/s, {how}"
+            detail = f"{show_bytes(round(each.bytes))} {where} at {each.bandwidth / 1e9:,.0f} GB/s, {how}"
             yield f"over {each.axis}", show_seconds(each.seconds), detail
         yield "exposed", show_seconds(self.exposed_s), "communication that no compute hides"
         yield "step", show_seconds(self.step_s), f"at least; {show_seconds(self.serial_s)} with no overlap at all"
@@ -245,6 +246,8 @@ def _assumptions(facts: Facts, card: Card, network: float) -> Iterator[str]:
 
 def show_seconds(seconds: float) -> str:
     """A duration in s, ms or us, three digits."""
+    if 0 < seconds < 1e-6:
+        return "< 1 us"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1 or unit == "us":
             return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:,.0f} {unit}"
