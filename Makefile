@@ -73,7 +73,7 @@ test-py312:  ## a shorter set once more, with Python 3.12 or newer and its newer
 	fi
 
 test-gpu-compile: .venvplan/.dev  ## compile the step for GPUs that are not there, and count its collectives
-	JAX_PLATFORMS=cpu .venvplan/bin/python -m pytest -q tests/plan/test_gpu_compile.py
+	JAX_PLATFORMS=cpu .venvplan/bin/python -m pytest -q tests/plan/test_gpu_compile.py tests/test_paper.py
 
 bench: .venv/.run  ## every script in benchmarks/
 	@for script in benchmarks/*.py; do \

@@ -23,5 +23,5 @@ def test_the_script_runs_and_learns() -> None:
 
 def test_every_file_that_it_names_is_there() -> None:
     text = (ROOT / "README.md").read_text()
-    for path in re.findall(r"\b(?:examples|meshtrain|models|tests|docs)/[\w./]+\w", text):
+    for path in re.findall(r"\b(?:examples|meshtrain|models|tests|docs)/[\w./-]+\w", text):
         assert (ROOT / path).exists(), path

@@ -87,7 +87,7 @@ class ByHand:
         def step(state: Any, opt_state: Any, batch: Any) -> Any:
             loss, grads = jax.value_and_grad(self.mean_loss)(state, batch)
             updates, opt_state = self.optimizer.update(grads, opt_state, state)
-            return optax.apply_updates(state, updates), opt_state, loss, optax.global_norm(grads)
+            return optax.apply_updates(state, updates), opt_state, loss, optax.tree.norm(grads)
 
         state, history = self.state, []
         opt_state = self.optimizer.init(state)
