@@ -170,7 +170,8 @@ def test_two_products_cut_in_the_dim_that_they_keep() -> None:
     """The second needs its input whole: XLA gathers the hidden layer, [4, 128, 4 D] in float32, and no weight."""
     rules = [("up", P(None, "model")), ("down", P(None, "model")), (".*", P())]
     (found,) = texts(facts_of(engine_with(rules), tokens=8 * 128))
-    assert found.startswith("activations are gathered over model, 524.3 kB at dot_general, test_traffic.py")
+    # Versions of XLA name it after what makes the hidden layer, or after what reads it.
+    assert re.match(r"activations are gathered over model, 524\.3 kB at (dot_general|tanh), test_traffic\.py", found)
 
 
 @pytest.mark.slow
