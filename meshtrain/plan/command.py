@@ -23,6 +23,12 @@ from meshtrain.terminal import Terminal
 
 GPUS_PER_NODE = 8
 PIPE_WIDTH = 150  # characters, where the output is no terminal
+# What a mode would otherwise leave undone without a word.
+_IGNORED = {
+    "diff": ("json", "html", "budget"),
+    "search": ("html", "budget"),
+    "here": ("json", "html", "budget", "nodes", "gpus_per_node"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +90,6 @@ def run(config: Config, args: argparse.Namespace) -> int:
     return int(over or facts.fits is False)
 
 
-# What a mode would otherwise leave undone without a word.
-_IGNORED = {
-    "diff": ("json", "html", "budget"),
-    "search": ("html", "budget"),
-    "here": ("json", "html", "budget", "nodes", "gpus_per_node"),
-}
-
-
 def _refuse_ignored(args: argparse.Namespace) -> None:
     for mode, ignored in _IGNORED.items():
         for name in ignored:
@@ -109,12 +107,16 @@ def _machines(config: Config, args: argparse.Namespace) -> Machines:
     """The cluster of the options; what they leave open follows from the config's mesh."""
     if not args.network > 0:
         raise ConfigError(f"--network {args.network} must be a positive number of GB/s")
-    card = read_card(args.gpu_file) if args.gpu_file else known_card(args.gpu)
-    name = args.gpu_file.stem if args.gpu_file else args.gpu
+    name, card = _described_card(args) or (args.gpu, known_card(args.gpu))
     wanted = config.mesh.data * config.mesh.model if config.mesh.data > 0 else config.devices
     per_node = args.gpus_per_node if args.gpus_per_node is not None else min(wanted or GPUS_PER_NODE, GPUS_PER_NODE)
     nodes = args.nodes if args.nodes is not None else max(1, (wanted or per_node) // max(per_node, 1))
     return Machines(Cluster(name, nodes, per_node), card, args.network * 1e9)
+
+
+def _described_card(args: argparse.Namespace) -> tuple[str, Card] | None:
+    """The card of --gpu-file, by the file's name; None without one."""
+    return (args.gpu_file.stem, read_card(args.gpu_file)) if args.gpu_file else None
 
 
 def _compile(config: Config, machines: Machines, console: Terminal) -> Facts:
@@ -185,8 +187,8 @@ def _search(config: Config, machines: Machines, args: argparse.Namespace, consol
 def _here(config: Config, args: argparse.Namespace, console: Terminal) -> int:
     if platform() == "cpu":
         raise PlanError(f"--here compares with the GPU's compiler, which is not installed: {INSTALL}")
-    card = read_card(args.gpu_file) if args.gpu_file else None
-    cluster = here.local_cluster(args.gpu_file.stem if args.gpu_file else None)
+    name, card = _described_card(args) or (None, None)
+    cluster = here.local_cluster(name)
     card = card or known_card(cluster.gpu)
     facts = _compile(config, Machines(cluster, card, NETWORK), console)
     measured = here.measure(config)

@@ -95,7 +95,7 @@ class Estimate:
         for each in self.communication:
             where = "between nodes" if each.leaves_node else "inside a node"
             how = "beside compute" if each.overlaps else "exposed"
-            detail = f"{show_bytes(round(each.bytes))} {where} at {each.bandwidth / 1e9:,.0f} GB/s, {how}"
+            detail = f"{show_bytes(each.bytes)} {where} at {each.bandwidth / 1e9:,.0f} GB/s, {how}"
             yield f"over {each.axis}", show_seconds(each.seconds), detail
         yield "exposed", show_seconds(self.exposed_s), "communication that no compute hides"
         yield "step", show_seconds(self.step_s), f"at least; {show_seconds(self.serial_s)} with no overlap at all"

@@ -1,5 +1,6 @@
 """`meshtrain plan` from the command line: what each option prints, writes and exits with."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ class Compiler:
         self, config: Config, cluster: Cluster, *, card: Card | None = None, timeout_s: float = 600.0
     ) -> Facts:
         self.asked.append((config, cluster, card))
-        return made(**vars(self.facts) | {"cluster": cluster, "stage": config.zero.stage})
+        return dataclasses.replace(self.facts, cluster=cluster, stage=config.zero.stage)
 
 
 @pytest.fixture

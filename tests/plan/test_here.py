@@ -39,6 +39,7 @@ def test_a_gpu_that_is_not_known_needs_a_file(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jax, "local_devices", lambda: [Device("NVIDIA T4")])
     with pytest.raises(PlanError, match="NVIDIA T4.*--gpu-file"):
         here.local_cluster()
+    assert here.local_cluster("t4") == Cluster("t4", 1, 1)
 
 
 def test_the_peak_is_the_largest_of_any_device() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -170,8 +171,9 @@ def test_two_products_cut_in_the_dim_that_they_keep() -> None:
     """The second needs its input whole: XLA gathers the hidden layer, [4, 128, 4 D] in float32, and no weight."""
     rules = [("up", P(None, "model")), ("down", P(None, "model")), (".*", P())]
     (found,) = texts(facts_of(engine_with(rules), tokens=8 * 128))
-    # Versions of XLA name it after what makes the hidden layer, or after what reads it.
-    assert re.match(r"activations are gathered over model, 524\.3 kB at (dot_general|tanh), test_traffic\.py", found)
+    # jax 0.10's XLA names the gather after what reads the hidden layer, later ones after what makes it.
+    name = "dot_general" if jax.__version_info__ < (0, 11) else "tanh"
+    assert found.startswith(f"activations are gathered over model, 524.3 kB at {name}, test_traffic.py")
 
 
 @pytest.mark.slow
