@@ -4,9 +4,9 @@ import importlib.metadata
 import os
 import tempfile
 
-# Tests compile much and compute little: LLVM's optimizations cost more than they save (9.0 s for three steps with the
-# first three of these flags alone, 5.8 s with all). XLA's own passes, which decide about sharding and collectives, stay
-# as they are.
+# Tests compile much and compute little: LLVM's optimizations cost more than they save. With jax 0.10.2 three steps
+# compile in 7.6 s with the first three of these flags alone, in 4.2 s with all. XLA's own passes, which decide about
+# sharding and collectives, stay as they are.
 FLAGS = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
