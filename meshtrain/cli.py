@@ -24,7 +24,7 @@ from rich.text import Text
 import meshtrain
 from meshtrain import lint, prove
 from meshtrain.config import Config, dump, fields, load
-from meshtrain.errors import UserError
+from meshtrain.errors import PeerError, UserError
 from meshtrain.plan import command as plan
 from meshtrain.terminal import Terminal, command_line, command_name, show_path
 from meshtrain.trainer import Result, build, train
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()  # a reader that has gone shows here, not when the interpreter ends
         return code
+    except PeerError as error:
+        _complain(str(error))
+        return error.exit_code
     except UserError as error:
         _complain(str(error))
         return EXIT_USER_ERROR
@@ -133,7 +136,7 @@ def _on_config(run: Callable[[Config, argparse.Namespace], int]) -> Run:
 def _train(args: argparse.Namespace) -> int:
     config = _load(args)
     result = train(config)
-    if config.log.progress != "none":
+    if config.log.progress != "none" and result.is_main:
         console = Terminal()
         console.print(_summary(config, result))
         for label, command in _suggestions(config, [args.config, *args.overrides], result):

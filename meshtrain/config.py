@@ -192,6 +192,24 @@ class LogConfig(Section):
     )
 
 
+class LaunchConfig(Section):
+    """The processes of the run, and how long they wait for each other. Limits are seconds."""
+
+    distributed: Literal["auto", "required", "off"] = Field(
+        default="auto", description="Several processes: as found, or it is an error if none are, or never"
+    )
+    platform: Literal["auto", "gpu", "cpu"] = Field(
+        default="auto", description="Devices: gpu refuses to run on anything else"
+    )
+    devices_per_process: int = Field(default=0, ge=0, description="How many each must have; 0 takes what is there")
+    port: int = Field(default=0, ge=0, le=65535, description="Where process 0 listens; 0: a function of the job")
+    join: float = Field(default=300, gt=0, description="Limit for all processes to come, and for each agreement")
+    compile: float = Field(default=3600, gt=0, description="Limit for the first update, compilation included")
+    step: float = Field(default=1800, gt=0, description="Limit for an update, and for an evaluation")
+    save: float = Field(default=1800, gt=0, description="Limit for a save or a restore")
+    heartbeat: float = Field(default=60, gt=0, description="Silence after which a process is lost")
+
+
 class Config(Section):
     """One training run."""
 
@@ -205,6 +223,7 @@ class Config(Section):
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     devices: int = Field(default=0, ge=0, le=4096, description="Virtual CPU devices to make; 0 takes the machine's own")
 
     @pydantic.model_validator(mode="before")
@@ -456,3 +475,11 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 def dump(config: Config) -> str:
     """The config as YAML that `load` reads back to an equal object."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every `section.key` with its value as JSON: what two configs are compared by."""
+    flat: dict[str, Any] = {}
+    for name, part in config.model_dump(mode="json").items():
+        flat |= {f"{name}.{key}": value for key, value in part.items()} if isinstance(part, dict) else {name: part}
+    return flat

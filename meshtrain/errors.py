@@ -38,3 +38,15 @@ class CheckpointError(UserError):
 
 class PlanError(UserError):
     """A step cannot be compiled for machines that are not here, or its figures cannot be had."""
+
+
+class LaunchError(UserError):
+    """The processes of a job do not find each other, or are not what the config asks for."""
+
+
+class PeerError(LaunchError):
+    """Another process of the job failed or was lost; `exit_code` is what this one ends with."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code

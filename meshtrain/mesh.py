@@ -48,16 +48,21 @@ def use_virtual_devices(count: int) -> None:
     Raises:
         MeshError: jax has already started with another number of devices.
     """
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        pass  # already started: what counts is whether the devices are there
+    ask_for_virtual_devices(count)
     if len(jax.devices()) != count:
         raise MeshError(
             f"devices={count}: {count} virtual CPU devices cannot be made, jax has already started with "
             f"{len(jax.devices())}; ask for them before the first use of jax, in a new process"
         )
+
+
+def ask_for_virtual_devices(count: int) -> None:
+    """Has jax make `count` CPU devices in this process when it starts; where it has started, nothing changes."""
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # what counts is whether the devices are there
 
 
 def make_mesh(data: int = -1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -27,14 +27,14 @@ from typing import Any, Literal, Self
 import pydantic
 
 from meshtrain import atomic
-from meshtrain.config import Config, dump, load
+from meshtrain.config import Config, dump, flatten, load
 from meshtrain.errors import ConfigError, UserError
 
 HEARTBEAT_SECONDS = 15.0  # the owner renews `updated` this often, whatever its training loop is doing
 STALE_SECONDS = 60.0  # an owner on another host that has been silent for longer is taken to be dead
 
 # What a resumed run may change. Everything else, new fields included, changes what is computed and is refused.
-FREE_SECTIONS = ("mesh", "zero", "checkpoint", "log")
+FREE_SECTIONS = ("mesh", "zero", "checkpoint", "log", "launch")
 FREE_KEYS = frozenset(
     {
         *("run.name", "run.dir", "model.rules", "data.prefetch", "devices"),
@@ -241,7 +241,7 @@ def compare_configs(old: Config, new: Config) -> tuple[list[str], list[str]]:
     so. It may not shrink.
     """
     refused, changed = [], []
-    before, after = _flatten(old), _flatten(new)
+    before, after = flatten(old), flatten(new)
     for key in [*after, *(before.keys() - after.keys())]:
         was, now = before.get(key), after.get(key)
         if was == now:
@@ -255,13 +255,6 @@ def compare_configs(old: Config, new: Config) -> tuple[list[str], list[str]]:
         else:
             refused.append(line)
     return refused, changed
-
-
-def _flatten(config: Config) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, part in config.model_dump(mode="json").items():
-        flat |= {f"{name}.{key}": value for key, value in part.items()} if isinstance(part, dict) else {name: part}
-    return flat
 
 
 def _describe_run(path: Path, config: Config, allow: Sequence[str], state: RunState | None) -> Run:

@@ -7,6 +7,7 @@ result = train(config)
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import math
 import signal
 import warnings
@@ -30,9 +31,12 @@ from meshtrain.data import (
     to_global,
     unigram_entropy,
 )
+from meshtrain.distributed.link import StopFlag
+from meshtrain.distributed.start import World, start
 from meshtrain.engine import Engine, initialize, param_shapes
 from meshtrain.errors import CheckpointError, ConfigError, TrainingError
 from meshtrain.flops import mfu, model_flops_per_token, peak_flops
+from meshtrain.logs import process_log
 from meshtrain.mesh import claim_gpu_memory, make_mesh, use_virtual_devices
 from meshtrain.metrics import Progress, Sinks, Throughput, open_sinks, show_logs
 from meshtrain.optim import make_optimizer, make_schedule
@@ -58,6 +62,7 @@ class Result:
         unigram: entropy of the validation tokens, each drawn by its frequency: what a model without context reaches.
         bits_per_byte: of val_loss; None where the bytes per token are not known.
         signum: the signal that stopped the run, or 0.
+        is_main: this is process 0, which speaks for all.
     """
 
     outcome: Outcome
@@ -70,6 +75,7 @@ class Result:
     path: Path
     signum: int = 0
     num_averaged: int = 0
+    is_main: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,38 +155,58 @@ def train(config: Config, progress: Progress | None = None) -> Result:
     Raises:
         UserError: something in the config, the data or the run directory is wrong; nothing was lost.
     """
-    with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signal())  # first of all: building and compiling may take minutes
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            job = build(config)
-        is_main = jax.process_index() == 0
-        progress = progress or Progress(config.log.progress if is_main else "none", config.train.steps)
-        stack.enter_context(show_logs(progress))
-        run = stack.enter_context(open_run(config, owner=is_main))
-        checkpoints = stack.enter_context(Checkpointer(run.checkpoints, config.checkpoint.keep))
-        for line in describe(job, run):
-            progress.message(line)
-        for text in sorted({str(warning.message) for warning in caught}):
-            progress.message(text, warning=True)
+    # First of all the signals: building and compiling may take minutes.
+    with stop_on_signal() as flag, start(config, flag) as world, contextlib.ExitStack() as stack, world.failures_told():
+        return _train(config, world, stack, progress)
+
+
+def _train(config: Config, world: World, stack: contextlib.ExitStack, progress: Progress | None) -> Result:
+    """From the world's processes to the loop's end; what it opens is closed by `stack`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = build(config)
+    progress = progress or Progress(config.log.progress if world.is_main else "none", config.train.steps)
+    stack.enter_context(show_logs(progress))
+    run = stack.enter_context(open_run(config, owner=world.is_main))
+    log = stack.enter_context(process_log(run.logs, world.place.process_id, world.warn))
+    world.listen(lambda text: progress.message(text, warning=True), at_exit=lambda: run.finish("failed"))
+    checkpoints = stack.enter_context(Checkpointer(run.checkpoints, config.checkpoint.keep))
+    for line in describe(job, run, world):
+        progress.message(line)
+        log.info(line)
+    for text in sorted({*world.warnings, *(str(warning.message) for warning in caught)}):
+        progress.message(text, warning=True)
+    world.agree("data, checkpoint and step", same_everywhere(job, checkpoints, world))
+    with world.limit("restore", config.launch.save):
         state = start_state(job, run, checkpoints, progress)
-        run.record_config(config)
         first = int(state.step)
-        if first >= config.train.steps:
-            return _finish(job, run, state, "already complete")
-        dumped = config.model_dump(mode="json")
-        sinks = stack.enter_context(open_sinks(config.log, run.path, resume_step=first, enabled=is_main, config=dumped))
-        progress.start(first)
-        loop = Loop(job, run, checkpoints, sinks, stack.enter_context(progress), stop)
-        return loop.run_from(state, first)
+    run.record_config(config)
+    if first >= config.train.steps:
+        return dataclasses.replace(_finish(job, run, state, "already complete"), is_main=world.is_main)
+    dumped = config.model_dump(mode="json")
+    sinks = open_sinks(config.log, run.path, resume_step=first, enabled=world.is_main, config=dumped)
+    stack.enter_context(sinks)
+    progress.start(first)
+    loop = Loop(job, run, checkpoints, sinks, stack.enter_context(progress), world)
+    return dataclasses.replace(loop.run_from(state, first), is_main=world.is_main)
 
 
-def describe(job: Job, run: Run) -> Iterator[str]:
+def same_everywhere(job: Job, checkpoints: Checkpointer, world: World) -> dict[str, JSON]:
+    """What must be equal in all processes before the first collective, and could differ with equal configs."""
+    facts: dict[str, JSON] = {"data": job.source.fingerprint, "newest checkpoint": checkpoints.latest()}
+    if world.place.num_processes > 1:
+        facts["lowered step"] = hashlib.sha256(job.engine.lower().as_text().encode()).hexdigest()
+    return facts
+
+
+def describe(job: Job, run: Run, world: World) -> Iterator[str]:
     """What is about to be trained, in a few lines."""
     config, layout = job.config, job.engine.layout
     sizes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     device = jax.devices()[0].device_kind
     yield f"run      {show_path(run.path)}"
+    if world.place.num_processes > 1:
+        yield f"start    {world.describe()}"
     yield f"data     {job.source.description}; {job.batches.num_records:,} records of {config.data.seq_len} tokens"
     yield f"model    {config.model.target} '{config.model.preset}', {layout.num_params:,} parameters"
     yield f"layout   mesh {sizes} of {device} devices, ZeRO stage {layout.stage}, {config.precision.compute}"
@@ -236,13 +262,6 @@ def evaluate(job: Job, state: TrainState) -> float:
     return loss_sum / num_tokens
 
 
-@dataclasses.dataclass
-class StopFlag:
-    """Set by a signal handler, read by the loop between updates."""
-
-    signum: int = 0
-
-
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopFlag]:
     """While inside, SIGTERM and SIGINT set a flag, and nothing else. A second SIGINT interrupts at once."""
@@ -268,10 +287,10 @@ class Loop:
     """Steps, logs, evaluates and saves until the run is complete or a signal comes."""
 
     def __init__(
-        self, job: Job, run: Run, checkpoints: Checkpointer, sinks: Sinks, progress: Progress, stop: StopFlag
+        self, job: Job, run: Run, checkpoints: Checkpointer, sinks: Sinks, progress: Progress, world: World
     ) -> None:
         self.job, self.run, self.checkpoints = job, run, checkpoints
-        self.sinks, self.progress, self.stop = sinks, progress, stop
+        self.sinks, self.progress, self.world = sinks, progress, world
         self.config = job.config
         self.schedule = make_schedule(job.config.optim, job.config.train.steps)
         self.throughput = Throughput()
@@ -291,20 +310,29 @@ class Loop:
             lambda index: to_global(self.job.batches, index, sharding), first, total, self.config.data.prefetch
         ) as batches:
             for index, batch in batches:
-                if self.stop.signum:
+                if not self.world.may_step(index):
                     break
-                state, metrics = self.job.engine.step(state, batch)
-                step = index + 1
-                in_flight.append((step, metrics))
-                # One update runs while the next is queued: the device never waits, and a signal does not wait long.
-                while len(in_flight) > (0 if self._due(step) or index == first else 1):
-                    self._read(*in_flight.popleft())
+                with self._limit(index, first):
+                    state, metrics = self.job.engine.step(state, batch)
+                    step = index + 1
+                    in_flight.append((step, metrics))
+                    # One update runs while the next is queued: the device never waits, and a signal not for long.
+                    while len(in_flight) > (0 if self._due(step) or index == first else 1):
+                        self._read(*in_flight.popleft())
                 self._after(step, state)
         while in_flight:
             self._read(*in_flight.popleft())
         if step > first:
             self._save_last(step, state)
         return self._end(state, step)
+
+    def _limit(self, index: int, first: int) -> contextlib.AbstractContextManager[None]:
+        limits = self.config.launch
+        return (
+            self.world.limit("compile", limits.compile)
+            if index == first
+            else self.world.limit(f"update {index + 1}", limits.step)
+        )
 
     def _due(self, step: int) -> bool:
         train, every = self.config.train, self.config.checkpoint.every
@@ -368,14 +396,14 @@ class Loop:
             self._save(step, state)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        with self.throughput.paused():
+        with self.throughput.paused(), self.world.limit(f"evaluation at {step}", self.config.launch.compile):
             self.val_loss = evaluate(self.job, state)
         if not math.isnan(self.val_loss):
             self.sinks.write(step, {"val_loss": self.val_loss})
             self.progress.message(f"eval     step {step:,}: validation loss {self.val_loss:.4f}")
 
     def _save(self, step: int, state: TrainState) -> None:
-        with self.throughput.paused():
+        with self.throughput.paused(), self.world.limit(f"save of {step}", self.config.launch.save):
             meta: dict[str, JSON] = {
                 "fingerprint": self.job.source.fingerprint,
                 "config": self.config.model_dump(mode="json"),
@@ -385,9 +413,9 @@ class Loop:
 
     def _save_last(self, step: int, state: TrainState) -> None:
         """The checkpoint that the run ends with, on disk when this returns."""
-        if self.checkpoints.latest() != step:
-            self._save(step, state)
-        self.checkpoints.wait()
+        self._save(step, state)  # which does nothing where it has been saved
+        with self.world.limit(f"save of {step}", self.config.launch.save):
+            self.checkpoints.wait()
         self.progress.message(f"saved    {show_path(self.run.checkpoints / str(step))}")
 
     def _end(self, state: TrainState, step: int) -> Result:
@@ -404,7 +432,7 @@ class Loop:
             train_loss=self.last.get("mean_loss", math.nan),
             num_averaged=self.last.get("num_averaged", 0),
             tokens_per_s=tokens_per_s,
-            signum=self.stop.signum if not complete else 0,
+            signum=self.world.flag.signum if not complete else 0,
         )
 
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent
 # From the bottom to the top: a module imports what stands before it, never what stands after it. A subpackage is one
 # entry, and inside it the imports must only be free of cycles.
 ORDER = (
-    "errors", "atomic", "terminal", "config", "mesh", "rules", "layout", "precision", "activations", "attention",
-    "losses", "jaxprs", "flops", "zero", "adapters", "optim", "state", "step", "engine", "target", "data", "checkpoint",
-    "metrics", "runs", "trainer", "lint", "shrink", "prove", "plan", "cli",
+    "errors", "atomic", "terminal", "config", "mesh", "distributed", "rules", "layout", "precision", "activations",
+    "attention", "losses", "jaxprs", "flops", "zero", "adapters", "optim", "state", "step", "engine", "target", "data",
+    "checkpoint", "metrics", "runs", "logs", "trainer", "lint", "shrink", "prove", "plan", "doctor", "launch", "cli",
 )  # fmt: skip
 # A model is plain Flax code: of meshtrain it sees helpers that are the identity, or plain mathematics, on one device.
 FOR_MODELS = {"meshtrain", "meshtrain.activations", "meshtrain.attention", "meshtrain.errors", "meshtrain.losses"}

@@ -12,7 +12,7 @@ CLASSES = [value for value in vars(errors).values() if inspect.isclass(value)]
 
 def test_there_are_errors_for_every_part() -> None:
     names = {"UserError", "ConfigError", "MeshError", "RuleError", "ModelError", "DataError"}
-    names |= {"TrainingError", "CheckpointError", "PlanError"}
+    names |= {"TrainingError", "CheckpointError", "PlanError", "LaunchError"}
     assert {cls.__name__ for cls in CLASSES} == names
 
 
