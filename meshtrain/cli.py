@@ -25,6 +25,7 @@ import meshtrain
 from meshtrain import lint, prove
 from meshtrain.config import Config, dump, fields, load
 from meshtrain.errors import PeerError, UserError
+from meshtrain.launch import local
 from meshtrain.plan import command as plan
 from meshtrain.terminal import Terminal, command_line, command_name, show_path
 from meshtrain.trainer import Result, build, train
@@ -103,6 +104,15 @@ def _parser() -> argparse.ArgumentParser:
         )
         add_arguments(command)
         command.set_defaults(run=run)
+    command = commands.add_parser(
+        "launch", help="run a command in several processes on this machine",
+        description="Run a command in several processes on this machine, as a cluster would: one log, and when one "
+        "fails, its last words and its exit code.",
+        epilog="Example: meshtrain launch -n 4 --devices-per-process 2 -- train examples/gpt_tiny.yaml. Exit codes: "
+        "those of the command; 76 a process was lost.",
+    )  # fmt: skip
+    local.add_arguments(command)
+    command.set_defaults(run=lambda args: local.run(args, [name for name, *_ in _COMMANDS]))
     text = "show every field with its default, or a resolved config"
     command = commands.add_parser(
         "config", help=text,
@@ -232,8 +242,10 @@ def _count(number: int, what: str) -> str:
 def _suggestions(config: Config, arguments: Sequence[str], result: Result) -> list[tuple[str, str]]:
     """What to do next, as commands to copy."""
 
+    program = os.environ.get("MESHTRAIN_LAUNCHER") or command_name(sys.argv[0])
+
     def command(*changes: str) -> str:
-        return f"{command_name(sys.argv[0])} train {command_line(*arguments, *changes)}"
+        return f"{program} train {command_line(*arguments, *changes)}"
 
     if result.outcome == "stopped":
         return [("go on", f"{command()}   (the same command: it resumes here)")]

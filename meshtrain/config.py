@@ -205,7 +205,7 @@ class LaunchConfig(Section):
     port: int = Field(default=0, ge=0, le=65535, description="Where process 0 listens; 0: a function of the job")
     join: float = Field(default=300, gt=0, description="Limit for all processes to come, and for each agreement")
     compile: float = Field(default=3600, gt=0, description="Limit for the first update, compilation included")
-    step: float = Field(default=1800, gt=0, description="Limit for an update, and for an evaluation")
+    update: float = Field(default=1800, gt=0, description="Limit for an update, and for an evaluation")
     save: float = Field(default=1800, gt=0, description="Limit for a save or a restore")
     heartbeat: float = Field(default=60, gt=0, description="Silence after which a process is lost")
 

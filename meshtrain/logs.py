@@ -5,42 +5,59 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-LOGGER = "meshtrain"
+from meshtrain.metrics import Progress
+
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 @contextlib.contextmanager
-def process_log(directory: Path, process_id: int, warn: Callable[[str], None]) -> Iterator[logging.Logger]:
-    """While inside, what meshtrain logs goes to `process-<id>.log` too, and its warnings to `warn`.
+def process_log(
+    directory: Path, process_id: int, progress: Progress, pass_on: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """While inside, what this process shows and what meshtrain logs goes to `process-<id>.log` too.
 
     The file is appended to: a run that was resumed has one log. Where it cannot be written the run goes on without.
+
+    Args:
+        pass_on: of a process that shows nothing: where its warnings go.
     """
-    logger = logging.getLogger(LOGGER)
-    handlers: list[logging.Handler] = [_Passing(warn)]
+    logger = logging.getLogger("meshtrain")
+    level, propagate = logger.level, logger.propagate
+    handlers: list[logging.Handler] = [] if pass_on is None else [_Passing(pass_on)]
     try:
-        handlers.append(logging.FileHandler(directory / f"process-{process_id}.log", encoding="utf-8"))
+        file = logging.FileHandler(directory / f"process-{process_id}.log", encoding="utf-8")
     except OSError as error:
-        warn(f"{directory}: no log file for process {process_id}: {error.strerror}")
-    level = logger.level
+        logger.warning("%s: no log file for process %d: %s", directory, process_id, error.strerror)
+    else:
+        file.setFormatter(logging.Formatter(FORMAT))
+        handlers.append(file)
+        progress.copy = lambda text, warning: file.handle(_record(text, logging.WARNING if warning else logging.INFO))
     logger.setLevel(logging.INFO)
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(FORMAT))
         logger.addHandler(handler)
+    if pass_on is not None:
+        logger.propagate = False
     try:
-        yield logger
+        yield
     finally:
+        progress.copy = lambda text, warning: None
         logger.setLevel(level)
+        logger.propagate = propagate
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
 
 
+def _record(text: str, level: int) -> logging.LogRecord:
+    return logging.makeLogRecord({"msg": text, "levelno": level, "levelname": logging.getLevelName(level)})
+
+
 class _Passing(logging.Handler):
     """Hands warnings on, without time and level."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, take: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._warn = warn
+        self._take = take
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._warn(record.getMessage())
+        self._take(record.getMessage())

@@ -393,6 +393,7 @@ class Progress:
         if mode == "auto":
             mode = "live" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self.mode: Mode = mode  # no longer "auto"
+        self.copy: Callable[[str, bool], object] = lambda text, warning: None  # gets each line too, in every mode
         self._total = total
         self._seconds_per_update: float | None = None
         self._bar: _Bar | None = None
@@ -423,12 +424,21 @@ class Progress:
             if values is not None:
                 self._bar.figures = _figures(values, left, pad=False)
             self._bar.update(bars.TaskID(0), completed=step, refresh=values is not None)
-        elif self.mode == "plain" and values is not None:
-            count = f"step {step:>{len(str(self._total))}}/{self._total} {100 * step / self._total:3.0f}%"
-            self._line("   ".join([count, *_figures(values, left, pad=True)]))
+        if values is None:
+            return
+        count = f"step {step:>{len(str(self._total))}}/{self._total} {100 * step / self._total:3.0f}%"
+        line = "   ".join([count, *_figures(values, left, pad=True)])
+        self.copy(line, False)
+        if self.mode == "plain":
+            self._line(line)
 
     def message(self, text: str, *, warning: bool = False) -> None:
         """Prints a line (an evaluation's result, a checkpoint saved, a warning), above the bar if there is one."""
+        self.copy(text, warning)
+        self.show(text, warning=warning)
+
+    def show(self, text: str, *, warning: bool = False) -> None:
+        """Prints a line that is logged elsewhere already."""
         if self.mode != "none":
             self._line(f"warning: {text}" if warning else text, "yellow" if warning else "")
 
@@ -460,7 +470,7 @@ class _ShownLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Shows one record."""
-        self._progress.message(record.getMessage(), warning=record.levelno >= logging.WARNING)
+        self._progress.show(record.getMessage(), warning=record.levelno >= logging.WARNING)
 
 
 @contextlib.contextmanager

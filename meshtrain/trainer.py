@@ -168,12 +168,11 @@ def _train(config: Config, world: World, stack: contextlib.ExitStack, progress: 
     progress = progress or Progress(config.log.progress if world.is_main else "none", config.train.steps)
     stack.enter_context(show_logs(progress))
     run = stack.enter_context(open_run(config, owner=world.is_main))
-    log = stack.enter_context(process_log(run.logs, world.place.process_id, world.warn))
+    stack.enter_context(process_log(run.logs, world.place.process_id, progress, None if world.is_main else world.warn))
     world.listen(lambda text: progress.message(text, warning=True), at_exit=lambda: run.finish("failed"))
     checkpoints = stack.enter_context(Checkpointer(run.checkpoints, config.checkpoint.keep))
     for line in describe(job, run, world):
         progress.message(line)
-        log.info(line)
     for text in sorted({*world.warnings, *(str(warning.message) for warning in caught)}):
         progress.message(text, warning=True)
     world.agree("data, checkpoint and step", same_everywhere(job, checkpoints, world))
@@ -331,7 +330,7 @@ class Loop:
         return (
             self.world.limit("compile", limits.compile)
             if index == first
-            else self.world.limit(f"update {index + 1}", limits.step)
+            else self.world.limit(f"update {index + 1}", limits.update)
         )
 
     def _due(self, step: int) -> bool:

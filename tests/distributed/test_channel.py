@@ -341,12 +341,12 @@ def test_a_silent_process_is_lost_after_the_limit(job: Job, no_exit: Any, monkey
 
 
 def test_a_wait_over_its_limit_names_who_is_elsewhere(job: Job, no_exit: Any) -> None:
-    job.heartbeat = 1.0
+    job.heartbeat = 3.0
     links = job.all()
     links[0].set_phase("update 7")
     links[1].set_phase("update 7")
     links[2].set_phase("read data")
-    time.sleep(0.8)  # until the next beats
+    time.sleep(1.5)  # until the next beats
     links[0].late("update 7", 2.0)
     end = no_exit.get(timeout=5)
     assert "'update 7' took more than its limit of 2 s; process 2 (" in end["text"]

@@ -1,0 +1,1 @@
+"""Starting the processes of a job: on this machine, or through SLURM."""
