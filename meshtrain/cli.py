@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
@@ -28,17 +27,13 @@ from meshtrain.errors import PeerError, UserError
 from meshtrain.launch import local
 from meshtrain.plan import command as plan
 from meshtrain.terminal import Terminal, command_line, command_name, show_path
-from meshtrain.trainer import Result, build, train
+from meshtrain.trainer import Result, build, memory_advice, train
 
 Run = Callable[[argparse.Namespace], int]
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 _EXIT_CODES = "Exit codes: 0 done; 2 a mistake in the command, the config or the data"
-_MEMORY_ADVICE = (
-    "Lower train.global_batch or raise train.microbatches, set train.remat=full, or raise zero.stage or mesh.model; "
-    "`meshtrain plan` says what fits"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     sys.path.insert(0, os.getcwd())  # a model of the user's own, named by model.target, lies beside the config
     try:
-        code = int(args.run(args))
+        with memory_advice():
+            code = int(args.run(args))
         sys.stdout.flush()  # a reader that has gone shows here, not when the interpreter ends
         return code
     except PeerError as error:
@@ -54,11 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except UserError as error:
         _complain(str(error))
-        return EXIT_USER_ERROR
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        _complain(f"out of memory: {str(error).splitlines()[0]}. {_MEMORY_ADVICE}")
         return EXIT_USER_ERROR
     except BrokenPipeError:  # the reader, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

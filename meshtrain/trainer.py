@@ -156,8 +156,32 @@ def train(config: Config, progress: Progress | None = None) -> Result:
         UserError: something in the config, the data or the run directory is wrong; nothing was lost.
     """
     # First of all the signals: building and compiling may take minutes.
-    with stop_on_signal() as flag, start(config, flag) as world, contextlib.ExitStack() as stack, world.failures_told():
+    with (
+        stop_on_signal() as flag,
+        start(config, flag) as world,
+        contextlib.ExitStack() as stack,
+        world.failures_told(),
+        memory_advice(),
+    ):
         return _train(config, world, stack, progress)
+
+
+@contextlib.contextmanager
+def memory_advice() -> Iterator[None]:
+    """Says what can be done where the devices' memory does not suffice.
+
+    Raises:
+        TrainingError: it did not.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise TrainingError(
+            f"out of memory: {str(error).splitlines()[0]}. Lower train.global_batch or raise train.microbatches, set "
+            "train.remat=full, or raise zero.stage or mesh.model; `meshtrain plan` says what fits"
+        ) from error
 
 
 def _train(config: Config, world: World, stack: contextlib.ExitStack, progress: Progress | None) -> Result:

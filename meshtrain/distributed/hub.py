@@ -36,7 +36,7 @@ EXIT_USER_ERROR = 2
 POLL_SECONDS = 0.2
 VERDICT_SECONDS = 1.0
 HELLO_SECONDS = 10.0  # for a connection to say who it is
-LINGER_SECONDS = 2.0  # for the processes to hear how the job ended
+LINGER_SECONDS = 5.0  # for the processes to hear how the job ended, and to end
 
 Facts = Mapping[str, Any]
 
@@ -52,7 +52,7 @@ class Member:
     pid: int = 0
     phase: str = "joining"
     since: float = 0.0  # of the phase, on the hub's clock
-    state: str = "guest"  # guest, refused, member, failed, done
+    state: str = "guest"  # guest, refused, member, failed, lost, done
 
     @property
     def name(self) -> str:
@@ -131,8 +131,11 @@ class Hub:
             self._look_at_the_clock()
         self._selector.unregister(self._server)
         self._server.close()
-        for key in self._selector.get_map().values():
-            key.data.wire.finish()
+        for key in list(self._selector.get_map().values()):
+            if key.data.state == "lost":
+                self._drop(key.data)
+            else:
+                key.data.wire.finish()
         ends = time.monotonic() + LINGER_SECONDS
         while self._selector.get_map() and time.monotonic() < ends:
             for key, _ in self._selector.select(POLL_SECONDS):
@@ -332,7 +335,7 @@ class Hub:
         for member in self._members.values():
             silent = now - member.heard
             if member.state == "member" and silent > self._heartbeat:
-                member.state = "failed"
+                member.state = "lost"
                 silence = f"has been silent for {silent:.0f} s (launch.heartbeat), while in '{member.phase}'"
                 cause = "stopped, hung, or its machine is gone"
                 self._suspect(f"{member.name} {silence}: {cause}", EXIT_LOST, member.id, lost=True)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtrain.distributed.hub import EXIT_LOST, Hub, beat_seconds
+from meshtrain.distributed.hub import EXIT_LOST, LINGER_SECONDS, Hub, beat_seconds
 from meshtrain.distributed.place import Place
 from meshtrain.distributed.wire import MAX_TEXT, Message, Wire, WireError
 from meshtrain.errors import LaunchError, PeerError
@@ -127,7 +127,7 @@ class Link:
         with self._changed:
             self._changed.wait_for(lambda: self._verdict is not None, GRACE_SECONDS)
             verdict = self._verdict
-        self._end()
+        self._outlive_others()
         ours = verdict is None or verdict["culprit"] == self.id or verdict["text"].endswith(f"failed: {text}")
         return None if ours else peer_error(verdict or {})
 
@@ -161,6 +161,7 @@ class Link:
         threading.Thread(target=self._beat, name="channel-beat", daemon=True).start()
         limit = max(ends - time.monotonic(), 0) + self._heartbeat + GRACE_SECONDS  # the hub's own limit comes first
         self._wait(lambda: self._welcome, limit, f"join at {self.address}, port {place.port}")
+        self.set_phase("own work")
 
     def set_phase(self, name: str) -> str:
         """Sets what this process says that it is doing; returns what it said before."""
@@ -184,7 +185,7 @@ class Link:
         if verdict is None:
             self.late(what, limit)
             verdict = {"text": f"'{what}' took more than its limit of {limit:g} s", "code": EXIT_LOST}
-        self._end()
+        self._outlive_others()
         raise peer_error(verdict)
 
     def _send(self, kind: str, **values: Any) -> None:
@@ -268,6 +269,7 @@ class Link:
         cleaner.start()
         cleaner.join(GRACE_SECONDS)  # a file system that is gone must not keep us
         print(f"error: {explain(verdict)}", file=sys.stderr, flush=True)
+        self._outlive_others()
         os._exit(int(verdict["code"]) or 1)
 
     def _clean(self) -> None:
@@ -290,8 +292,13 @@ class Link:
 
     def _end(self) -> None:
         self._wire.close()
+        self._outlive_others()
+
+    def _outlive_others(self) -> None:
+        """Process 0 leaves last: jax aborts a process whose coordinator has gone, over its last words."""
         if self._hub is not None:
-            self._hub.join(GRACE_SECONDS)  # it still has to tell the others
+            self._wire.close()
+            self._hub.join(LINGER_SECONDS + GRACE_SECONDS)
 
 
 class _Phase:

@@ -8,6 +8,7 @@ with start(config) as world:  # joins, and starts jax's own coordination
 One process alone is a world of one: the same calls, without the waiting.
 """
 
+import atexit
 import contextlib
 import importlib.metadata
 import os
@@ -153,6 +154,7 @@ class World:
         text = first_line if is_users else f"{type(error).__name__}: {first_line}"
         cause = self._link.fail(text, details, code)
         code = code if cause is None else cause.exit_code
+        atexit.register(_leave, code)
         timer = threading.Timer(UNWIND_SECONDS, _give_up, [str(cause or details or text), code])
         timer.daemon = True
         timer.start()
@@ -163,6 +165,13 @@ class World:
             self._link.late(name, limit)  # the hub's verdict ends this process too
         else:
             os._exit(EXIT_LOST)
+
+
+def _leave(code: int) -> None:
+    """Ends the process in the place of jax's own goodbye, which waits for processes that are gone, or aborts."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _give_up(text: str, code: int) -> None:
@@ -272,7 +281,7 @@ def _start_jax(place: Place, link: Link, positions: tuple[int, ...], limit: floa
         local_device_ids=list(positions) or None,
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(limit)),
-        heartbeat_timeout_seconds=max(10, int(2 * heartbeat)),  # the channel is sooner, and says more
+        heartbeat_timeout_seconds=int(2 * heartbeat) + 60,  # the channel is sooner, and says more
         shutdown_timeout_seconds=max(10, int(heartbeat)),
     )
 

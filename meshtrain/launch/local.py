@@ -1,7 +1,7 @@
 """`meshtrain launch -n 4 -- train CONFIG`: a job of several processes on this machine, with one log.
 
-The processes find each other as they would on a cluster (`distributed/place.py`), so what works here works there. When one
-fails the channel between them ends the others (`distributed/hub.py`); what is left after that is killed.
+The processes find each other as they would on a cluster (`distributed/place.py`), so what works here works there. When
+one fails the channel between them ends the others (`distributed/hub.py`); what is left after that is killed.
 """
 
 import argparse
@@ -122,7 +122,7 @@ class Launch:
 
     def _start(self, id: int) -> None:
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603 - it is the user's own command
                 self.command, env=dict(self.envs[id]), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
             )  # fmt: skip
@@ -171,7 +171,8 @@ class Launch:
         """Nothing that was started is left: what a process has started itself ends with it."""
         for child in self.children:
             if child.code is None:
-                child.code = EXIT_LOST  # it did not end when the others did
+                child.code = EXIT_LOST
+                self.errors.print(Text(f"process {child.id} did not end when the others did, and is killed", "yellow"))
             child.signal(signal.SIGKILL)
             child.process.wait()
         for reader in self.readers:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from meshtrain.distributed import hub as hub_module
 from meshtrain.distributed import link as link_module
 from meshtrain.distributed.hub import EXIT_LOST, first_difference, free_port
 from meshtrain.distributed.link import Link, StopFlag, join
@@ -28,6 +29,7 @@ def no_exit(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[dict[str, Any]]":
     exits: queue.Queue[dict[str, Any]] = queue.Queue()
     monkeypatch.setattr(Link, "_exit", lambda self, verdict: exits.put({"of": self.id, **verdict}))
     monkeypatch.setattr(link_module, "GRACE_SECONDS", 2.0)  # more than the hub waits for other reasons
+    monkeypatch.setattr(hub_module, "LINGER_SECONDS", 0.5)
     return exits
 
 
