@@ -31,11 +31,19 @@ def environment() -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
 
 
-def launch(folder: Path, *overrides: str, num: int = 2, devices: int = 1, fault: str = "", culprit: int = 1) -> Ended:
+def launch(
+    folder: Path,
+    *overrides: str,
+    num: int = 2,
+    devices: int = 1,
+    fault: str = "",
+    culprit: int = 1,
+    variables: dict[str, str] | None = None,
+) -> Ended:
     """Trains in `num` processes; with a fault in one of them if there is one."""
     what = [sys.executable, str(FAULTY), fault, str(culprit)] if fault else ["train", "-"]
     own = ["launch", "-n", str(num), "--devices-per-process", str(devices), "--", *what]
-    return meshtrain(*own, f"run.dir={folder}", *SMALL, *overrides)
+    return meshtrain(*own, f"run.dir={folder}", *SMALL, *overrides, **(variables or {}))
 
 
 def meshtrain(*arguments: str, timeout: float = 240, **variables: str) -> Ended:

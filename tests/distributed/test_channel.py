@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,6 +62,9 @@ class Job:
             if not future.cancel() and future.exception(15) is None:
                 future.result()._leaving = True
                 future.result()._wire.close()
+        for thread in threading.enumerate():
+            if thread.name == "channel":
+                thread.join(15)
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def all(self) -> list[Link]:

@@ -57,6 +57,13 @@ def test_seconds_apart_is_fine(tmp_path: Path, fault: str) -> None:
     assert "run complete" in ended.out
 
 
+def test_a_proxy_is_gone_around(tmp_path: Path) -> None:
+    """gRPC would send what goes to localhost to a proxy too, here one where nobody listens."""
+    ended = launch(tmp_path, *LIMITS, "train.steps=2", variables={"http_proxy": "http://127.0.0.1:9", "no_proxy": ""})
+    assert ended.code == 0, ended.err
+    assert "warning: http_proxy=http://127.0.0.1:9 is set: reaching" in ended.out
+
+
 def test_a_signal_to_one_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
     ended = launch(tmp_path, *LIMITS, "train.steps=500", fault="terminate")
     assert ended.code == 75, ended.err
