@@ -24,7 +24,7 @@ import meshtrain
 from meshtrain import lint, prove
 from meshtrain.config import Config, dump, fields, load
 from meshtrain.errors import PeerError, UserError
-from meshtrain.launch import local
+from meshtrain.launch import local, slurm
 from meshtrain.plan import command as plan
 from meshtrain.terminal import Terminal, command_line, command_name, show_path
 from meshtrain.trainer import Result, build, memory_advice, train
@@ -140,11 +140,17 @@ def _train(args: argparse.Namespace) -> int:
     if config.log.progress != "none" and result.is_main:
         console = Terminal()
         console.print(_summary(config, result))
-        for label, command in _suggestions(config, [args.config, *args.overrides], result):
+        by_hand = jax.process_count() == 1 or "MESHTRAIN_LAUNCHER" in os.environ  # else a scheduler's script does it
+        for label, command in _suggestions(config, [args.config, *args.overrides], result) if by_hand else ():
             console.print(Text.assemble((f"{label:<10}", "dim"), command), soft_wrap=True)  # one line, to be copied
     if result.outcome != "stopped":
         return 0
     return EXIT_STOPPED if result.signum == signal.SIGTERM else 128 + result.signum
+
+
+def _slurm(args: argparse.Namespace) -> int:
+    overrides = [word.replace("%a", "0") for word in args.overrides]  # what holds for one of an array holds for all
+    return slurm.run(_load(argparse.Namespace(config=args.config, overrides=overrides)), args)
 
 
 def _layout(args: argparse.Namespace) -> int:
@@ -184,6 +190,7 @@ _COMMANDS: tuple[tuple[str, Run, Callable[[argparse.ArgumentParser], None], str,
      "; 1 a check failed"),
     ("prove", _on_config(prove.run), prove.add_arguments, "compare a layout's gradients and updates with one device's",
      "; 1 the layout computes something else"),
+    ("slurm", _slurm, slurm.add_arguments, "write or submit a batch script that trains on a SLURM cluster", ""),
 )  # fmt: skip
 
 

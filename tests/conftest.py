@@ -4,6 +4,8 @@ import importlib.metadata
 import os
 import tempfile
 
+import pytest
+
 # Tests compile much and compute little: LLVM's optimizations cost more than they save. With jax 0.10.2 three steps
 # compile in 7.6 s with the first three of these flags alone, in 4.2 s with all. XLA's own passes, which decide about
 # sharding and collectives, stay as they are.
@@ -25,3 +27,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says loudly what could not be tested on this machine."""
+    skipped = {str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])}
+    for text in sorted(text.removeprefix("Skipped: ") for text in skipped if "no SLURM" in text):
+        terminalreporter.write_line(f"#### NOT TESTED: {text}", red=True, bold=True)
