@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.panel import Panel

@@ -24,7 +24,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -41,7 +41,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 KillWait=5
-SchedulerParameters=sched_interval=1,batch_sched_delay=0,requeue_delay=0
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """

@@ -82,21 +82,21 @@ def test_batches_are_equal_record_by_record(cluster: Cluster, tmp_path: Path) ->
 
 
 def test_a_signal_requeues_the_job_which_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, "--requeue", "train.steps=400", "checkpoint.every=0")
-    wait_for(tmp_path, "step 20/400")
+    job = submit(cluster, tmp_path, "--requeue", "train.steps=40", "checkpoint.every=0")
+    wait_for(tmp_path, "step 10/40")
     assert cluster.run("scancel", "--signal=TERM", job).returncode == 0
     wait_for(tmp_path, "resumed  from step")
     assert cluster.wait(job) == "COMPLETED", log(tmp_path)
     text = log(tmp_path)
-    stopped = int(re.search(r"stopped at update (\d+) of 400", text)[1])
+    stopped = int(re.search(r"stopped at update (\d+) of 40", text)[1])
     assert "stopped with a checkpoint" in text and f"resumed  from step {stopped}" in text
     steps = [record["step"] for record in read_metrics(tmp_path / "runs/run/metrics.jsonl") if "loss" in record]
-    assert steps == list(range(1, 401))
+    assert steps == list(range(1, 41))
 
 
 def test_a_lost_process_is_named_and_tried_again(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, "--requeue", "train.steps=400", "checkpoint.every=20", "launch.heartbeat=5")
-    wait_for(tmp_path, "step 50/400")
+    job = submit(cluster, tmp_path, "--requeue", "train.steps=400", "checkpoint.every=4", "launch.heartbeat=5")
+    wait_for(tmp_path, "step   9/400")
     victim = process_of(job, "2")
     os.kill(victim, 9)
     wait_for(tmp_path, "for the 1. time in this job")
@@ -109,7 +109,7 @@ def test_a_lost_process_is_named_and_tried_again(cluster: Cluster, tmp_path: Pat
 
 
 def test_a_mistake_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, "--requeue", "data.path=nowhere", "data.source=files")
+    job = submit(cluster, tmp_path, "--requeue", "data.source=text", "data.paths=[nowhere]")
     assert cluster.wait(job) == "FAILED"
     assert "nowhere" in log(tmp_path) and "failed with exit code 2" in log(tmp_path)
 
