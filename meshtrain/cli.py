@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 import meshtrain
-from meshtrain import lint, prove
+from meshtrain import doctor, lint, prove
 from meshtrain.config import Config, dump, fields, load
 from meshtrain.errors import PeerError, UserError
 from meshtrain.launch import local, slurm
@@ -97,6 +97,18 @@ def _parser() -> argparse.ArgumentParser:
         add_arguments(command)
         command.set_defaults(run=run)
     command = commands.add_parser(
+        "doctor", help="look at the machines, alone or under srun: what is wrong, and its cure",
+        description="Look at the machines, alone or under srun or `meshtrain launch`: what each process sees, how fast "
+        "they reach each other along the mesh, and each problem with its cure.",
+        epilog="Example: srun meshtrain doctor examples/gpt_tiny.yaml mesh.model=2. Exit codes: 0 nothing is wrong; 1 "
+        "there is a problem; 2 a mistake in the command or the config.",
+    )  # fmt: skip
+    command.add_argument(
+        "config", nargs="?", default="-", metavar="CONFIG", help="whose mesh, limits and run directory"
+    )
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for instance mesh.model=2")
+    command.set_defaults(run=_doctor)
+    command = commands.add_parser(
         "launch", help="run a command in several processes on this machine",
         description="Run a command in several processes on this machine, as a cluster would: one log, and when one "
         "fails, its last words and its exit code.",
@@ -104,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "those of the command; 76 a process was lost.",
     )  # fmt: skip
     local.add_arguments(command)
-    command.set_defaults(run=lambda args: local.run(args, [name for name, *_ in _COMMANDS]))
+    command.set_defaults(run=lambda args: local.run(args, [*commands.choices]))
     text = "show every field with its default, or a resolved config"
     command = commands.add_parser(
         "config", help=text,
@@ -152,6 +164,12 @@ def _train(args: argparse.Namespace) -> int:
 def _slurm(args: argparse.Namespace) -> int:
     overrides = [word.replace("%a", "0") for word in args.overrides]  # what holds for one of an array holds for all
     return slurm.run(_load(argparse.Namespace(config=args.config, overrides=overrides)), args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    if "=" in args.config and not Path(args.config).exists():
+        args.config, args.overrides = "-", [args.config, *args.overrides]  # here the config may be left out
+    return doctor.run(_load(args))
 
 
 def _layout(args: argparse.Namespace) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+PIPE_WIDTH = 150  # characters, where the output is no terminal
+
 
 class Terminal(Console):
     """A console that leaves it to the command line what happens when the reader of its output goes away."""
@@ -16,6 +18,12 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         """Called while a `BrokenPipeError` is handled."""
         raise
+
+
+def wide_terminal() -> Terminal:
+    """A console for wide tables: where the output is no terminal it has `PIPE_WIDTH` characters."""
+    console = Terminal()
+    return console if console.is_terminal else Terminal(width=PIPE_WIDTH)
 
 
 def command_name(argv0: str) -> str:

@@ -60,6 +60,11 @@ class World:
         """Whether this is the process that speaks and writes: process 0."""
         return self.place.process_id == 0
 
+    @property
+    def address(self) -> str:
+        """At which this process reaches process 0; "" for one alone."""
+        return "" if self._link is None else self._link.address
+
     def describe(self) -> str:
         """Processes and devices, in a line."""
         local, total = jax.local_device_count(), jax.device_count()

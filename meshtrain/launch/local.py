@@ -32,7 +32,7 @@ EXIT_STOPPED = (75, 128 + signal.SIGINT)  # with a checkpoint: all processes end
 END_SECONDS = 15.0  # from the first failure until the others, which hear of it, are killed
 TAIL_LINES = 400  # of a process's standard error that are kept
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
-_NOISE = re.compile(r"\[Gloo\] Rank \d+ is connected to")  # one line per device and group, on standard output
+_NOISE = re.compile(r"\[Gloo\] Rank \d+|Expected number of connected peer ranks|$")  # per device and group, often torn
 _CULPRIT = re.compile(r"^error: process (\d+) \(host ")
 
 
@@ -163,7 +163,7 @@ class Launch:
                 return
             if is_error:
                 child.tail.append(line)
-            if not _NOISE.match(line):
+            if is_error or not _NOISE.match(line):
                 prefix = (f"[{child.id:>{len(str(self.num - 1))}}] ", COLORS[child.id % len(COLORS)])
                 self.console.print(Text.assemble(prefix, line), soft_wrap=True)
 

@@ -275,9 +275,7 @@ def _check(config: Config, args: argparse.Namespace) -> None:
     if args.time and not _TIME.fullmatch(args.time):
         raise LaunchError(f"--time {args.time} must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
     if args.time and seconds(args.time) <= args.signal:
-        raise LaunchError(
-            f"--time {args.time} is no longer than the {args.signal} s before it that --signal warns: raise it"
-        )
+        raise LaunchError(f"--time {args.time} is no longer than the {args.signal} s of --signal: raise it")
     if args.array and not _ARRAY.fullmatch(args.array):
         raise LaunchError(f"--array {args.array} must be numbers and ranges, such as 0-3 or 1,5-9%2")
     if not args.array and any("%a" in word for word in args.overrides):
@@ -301,9 +299,7 @@ def _check_mesh(config: Config, count: int) -> None:
     data, model = config.mesh.data, config.mesh.model
     if count % model or (data > 0 and data * model != count):
         shape = f"data={data} x " if data > 0 else ""
-        raise LaunchError(
-            f"the config's mesh {shape}model={model} does not fit {count} devices: change mesh.data or --nodes"
-        )
+        raise LaunchError(f"the mesh {shape}model={model} does not fit {count} devices: change mesh.data or --nodes")
 
 
 def seconds(time: str) -> int:

@@ -19,10 +19,9 @@ from meshtrain.plan.gpus import card as known_card
 from meshtrain.plan.report import Report
 from meshtrain.plan.search import progress_bar, search
 from meshtrain.plan.traffic import findings
-from meshtrain.terminal import Terminal
+from meshtrain.terminal import Terminal, wide_terminal
 
 GPUS_PER_NODE = 8
-PIPE_WIDTH = 150  # characters, where the output is no terminal
 # What a mode would otherwise leave undone without a word.
 _IGNORED = {
     "diff": ("json", "html", "budget"),
@@ -70,7 +69,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
         UserError: the options, the config and the cluster do not fit together, or the compiler failed.
     """
     _refuse_ignored(args)
-    console = _console()
+    console = wide_terminal()
     if args.search:
         return _search(config, _machines(config, args), args, console)
     if args.here:
@@ -96,11 +95,6 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
             if getattr(args, mode) and getattr(args, name) not in (None, False):
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} has no meaning with --{mode}: give one of the two")
-
-
-def _console() -> Terminal:
-    console = Terminal()
-    return console if console.is_terminal else Terminal(width=PIPE_WIDTH)
 
 
 def _machines(config: Config, args: argparse.Namespace) -> Machines:
