@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, own_commands: Sequence[str]) -> int:
     words = [word for index, word in enumerate(args.command) if index or word != "--"]
     if not words:
         raise LaunchError("what is to be launched? For instance: meshtrain launch -n 4 -- train examples/gpt_tiny.yaml")
-    if args.processes < 1 or (args.devices_per_process or 1) < 1:
+    if args.processes < 1 or (args.devices_per_process is not None and args.devices_per_process < 1):
         raise LaunchError("-n and --devices-per-process must be 1 or more")
     command = [sys.executable, "-m", "meshtrain_command", *words] if words[0] in own_commands else words
     return Launch(command, args.processes, environments(args.processes, args.devices_per_process)).run()

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshtrain.metrics import read_metrics
+
 FAULTY = Path(__file__).parent / "faulty.py"
 ROOT = Path(__file__).parent.parent.parent
 SMALL = [
@@ -44,6 +46,11 @@ def launch(
     what = [sys.executable, str(FAULTY), fault, str(culprit)] if fault else ["train", "-"]
     own = ["launch", "-n", str(num), "--devices-per-process", str(devices), "--", *what]
     return meshtrain(*own, f"run.dir={folder}", *SMALL, *overrides, **(variables or {}))
+
+
+def losses(folder: Path) -> list[float]:
+    """Of each update of the run in a folder."""
+    return [record["loss"] for record in read_metrics(folder / "run/metrics.jsonl") if "loss" in record]
 
 
 def meshtrain(*arguments: str, timeout: float = 240, **variables: str) -> Ended:

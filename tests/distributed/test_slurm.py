@@ -14,7 +14,7 @@ from meshtrain.config import load
 from meshtrain.metrics import read_metrics
 from meshtrain.trainer import build, train
 from tests.distributed import records
-from tests.distributed.several import SMALL
+from tests.distributed.several import SMALL, losses
 from tests.distributed.slurm_cluster import Cluster, named_nodes, need_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -47,20 +47,15 @@ def log(folder: Path, name: str = "run") -> str:
     return path.read_text()
 
 
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(folder / "runs/run/metrics.jsonl") if "loss" in record]
-
-
 @pytest.mark.parametrize("model", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_losses_equal_those_of_one_process(cluster: Cluster, tmp_path: Path, stage: int, model: int) -> None:
     layout = [f"zero.stage={stage}", f"mesh.model={model}", "train.steps=4"]
     job = submit(cluster, tmp_path, *layout)
     train(load(None, [*SMALL, *layout, f"run.dir={tmp_path}/one", "log.progress=none"]))
-    expected = [r["loss"] for r in read_metrics(tmp_path / "one/run/metrics.jsonl") if "loss" in r]
     assert cluster.wait(job) == "COMPLETED", log(tmp_path)
     assert "process 0 of 4 on 4 nodes: SLURM job" in log(tmp_path) and "uses 2 of 8 devices" in log(tmp_path)
-    np.testing.assert_allclose(losses(tmp_path), expected, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(losses(tmp_path / "runs"), losses(tmp_path / "one"), rtol=1e-6, atol=0)
 
 
 def test_batches_are_equal_record_by_record(cluster: Cluster, tmp_path: Path) -> None:
