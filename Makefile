@@ -1,7 +1,7 @@
 # A fresh machine needs Python 3.11 or newer, make and git; everything else is installed into .venv by the first target.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast lint format types test-py312 test-gpu-compile bench clean
+.PHONY: help train test test-fast lint format types test-py312 test-soak test-gpu-compile bench clean
 SHELL := /bin/sh
 
 # $(1): a minor version, $(2): interpreters. Prints the first that works and is Python 3 of that version or newer. A name
@@ -47,6 +47,9 @@ test: .venv/.dev  ## all tests
 
 test-fast: .venv/.dev  ## the tests that take seconds
 	$(PYTEST) -m "not slow"
+
+test-soak: .venv/.dev  ## what takes minutes: 100 starts and stops, 16 processes
+	MESHTRAIN_SOAK=1 .venv/bin/python -m pytest -q -s tests/distributed/test_soak.py
 
 lint: .venv/.dev  ## style and likely mistakes
 	.venv/bin/ruff check .

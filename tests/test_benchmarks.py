@@ -37,6 +37,21 @@ def test_step_overhead_compares_steps_that_compute_the_same(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_startup_measures_each_part(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "startup.py"), "--processes", "2", "--json", str(found)]
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    first, second = json.loads(found.read_text())
+    assert (first["processes"], first["start"], second["start"]) == (2, "first", "second")
+    for row in (first, second):
+        parts = [row[name] for name in ("import", "join", "devices and data", "restore", "first update")]
+        assert all(0 <= part < 120 for part in parts) and max(parts) <= row["all"] <= sum(parts) + 1
+    assert "| 2 | second |" in run.stdout
+
+
+@pytest.mark.slow
 def test_step_overhead_refuses_to_compare_steps_that_differ() -> None:
     """The guard that makes the figures mean something, run on two candidates that do not compute the same."""
     code = """

@@ -41,11 +41,12 @@ def launch(
     fault: str = "",
     culprit: int = 1,
     variables: dict[str, str] | None = None,
+    timeout: float = 240,
 ) -> Ended:
     """Trains in `num` processes; with a fault in one of them if there is one."""
     what = [sys.executable, str(FAULTY), fault, str(culprit)] if fault else ["train", "-"]
     own = ["launch", "-n", str(num), "--devices-per-process", str(devices), "--", *what]
-    return meshtrain(*own, f"run.dir={folder}", *SMALL, *overrides, **(variables or {}))
+    return meshtrain(*own, f"run.dir={folder}", *SMALL, *overrides, timeout=timeout, **(variables or {}))
 
 
 def losses(folder: Path) -> list[float]:
