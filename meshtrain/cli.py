@@ -1,7 +1,8 @@
 """The command line: wiring only.
 
 Exit codes: 0 done; 1 a check failed; 2 the user's mistake, in one line on standard error; 75 (EX_TEMPFAIL) stopped by
-SIGTERM with a checkpoint saved, run the same command again; 130 the same by Ctrl-C.
+SIGTERM with a checkpoint saved, run the same command again; 130 the same by Ctrl-C; 76 another process was lost, or a
+wait was over its limit.
 """
 
 import argparse
@@ -197,7 +198,8 @@ def _config(args: argparse.Namespace) -> int:
 
 
 _STOPPED = (
-    "; 75 stopped by SIGTERM and 130 by Ctrl-C, with a checkpoint saved if an update was done: the same command goes on"
+    "; 75 stopped by SIGTERM and 130 by Ctrl-C, with a checkpoint saved if an update was done: the same command goes "
+    "on; 76 another process was lost"
 )
 # Name, what it runs, its own options, what it does, exit codes beside those that all have.
 _COMMANDS: tuple[tuple[str, Run, Callable[[argparse.ArgumentParser], None], str, str], ...] = (

@@ -21,12 +21,13 @@ from meshtrain.plan.search import progress_bar, search
 from meshtrain.plan.traffic import findings
 from meshtrain.terminal import Terminal, wide_terminal
 
+GPU = "h100"
 GPUS_PER_NODE = 8
 # What a mode would otherwise leave undone without a word.
 _IGNORED = {
     "diff": ("json", "html", "budget"),
     "search": ("html", "budget"),
-    "here": ("json", "html", "budget", "nodes", "gpus_per_node"),
+    "here": ("json", "html", "budget", "nodes", "gpus_per_node", "gpu", "network"),
 }
 
 
@@ -45,12 +46,12 @@ class Machines:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `meshtrain plan`, beside CONFIG and the overrides."""
-    parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"one of {', '.join(CARDS)} (default: h100)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(CARDS)} (default: {GPU})")
     parser.add_argument("--gpu-file", type=Path, metavar="FILE", help="another GPU, described in YAML (docs/plan.md)")
     parser.add_argument("--nodes", type=int, metavar="N", help="default: as many as the config's mesh needs, or 1")
     parser.add_argument("--gpus-per-node", type=int, metavar="M", help="default: 8, or the whole of a smaller mesh")
     parser.add_argument(
-        "--network", type=float, default=NETWORK / 1e9, metavar="GB/S",
+        "--network", type=float, metavar="GB/S",
         help=f"of each GPU to other nodes, for the estimate (default: {NETWORK / 1e9:.0f})",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -99,13 +100,15 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
 
 def _machines(config: Config, args: argparse.Namespace) -> Machines:
     """The cluster of the options; what they leave open follows from the config's mesh."""
-    if not args.network > 0:
-        raise ConfigError(f"--network {args.network} must be a positive number of GB/s")
-    name, card = _described_card(args) or (args.gpu, known_card(args.gpu))
+    network = NETWORK / 1e9 if args.network is None else args.network
+    if not network > 0:
+        raise ConfigError(f"--network {network} must be a positive number of GB/s")
+    gpu = args.gpu or GPU
+    name, card = _described_card(args) or (gpu, known_card(gpu))
     wanted = config.mesh.data * config.mesh.model if config.mesh.data > 0 else config.devices
     per_node = args.gpus_per_node if args.gpus_per_node is not None else min(wanted or GPUS_PER_NODE, GPUS_PER_NODE)
     nodes = args.nodes if args.nodes is not None else max(1, (wanted or per_node) // max(per_node, 1))
-    return Machines(Cluster(name, nodes, per_node), card, args.network * 1e9)
+    return Machines(Cluster(name, nodes, per_node), card, network * 1e9)
 
 
 def _described_card(args: argparse.Namespace) -> tuple[str, Card] | None:

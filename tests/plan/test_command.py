@@ -111,6 +111,8 @@ def test_a_card_of_the_users_own(plan: Run, compiler: Compiler, tmp_path: Path) 
         (("--diff", "run.yaml", "--json"), "--json has no meaning with --diff"),
         (("--search", "--html", "a.html"), "--html has no meaning with --search"),
         (("--here", "--nodes", "2"), "--nodes has no meaning with --here"),
+        (("--here", "--gpu", "a100"), "--gpu has no meaning with --here"),
+        (("--here", "--network", "50"), "--network has no meaning with --here"),
         (("--here",), "--here"),
         (("--html", "no/such/folder/a.html"), "no/such/folder/a.html: the page cannot be written"),
     ],
